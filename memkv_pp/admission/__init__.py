@@ -1,0 +1,1 @@
+"""Who may enter: the byte ledger, the coordinator, and what drives it."""

@@ -1,0 +1,1 @@
+"""The command line; its contract is frozen by ``tests/test_cli.py``."""

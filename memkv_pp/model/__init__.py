@@ -1,0 +1,1 @@
+"""Metadata and weights: GGUF files, Hugging Face folders, configurations, geometry files."""

@@ -1,0 +1,1 @@
+"""Will it fit: capacity of a model on devices, from metadata alone."""

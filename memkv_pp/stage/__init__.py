@@ -1,0 +1,1 @@
+"""One pipeline stage: plans in, layers run, results out."""

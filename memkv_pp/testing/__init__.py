@@ -1,0 +1,1 @@
+"""Tools for tests, ours and yours: tiny models, fakes, conformance checks."""
