@@ -31,6 +31,8 @@ from memkv_pp.rings import resident_rows, ring_rows
 from memkv_pp.units import ceil_div
 
 SLOTS_PER_SEQUENCE = 2
+BOUNDARY_SLOTS = 2
+INT32_BYTES = 4
 
 
 class Layout(StrEnum):
@@ -82,19 +84,19 @@ class Footprint(NamedTuple):
 
     def plus(self, other: "Footprint") -> "Footprint":
         """Unit-wise sum."""
-        return Footprint(*(a + b for a, b in zip(self, other, strict=True)))
+        return Footprint(self[0] + other[0], self[1] + other[1], self[2] + other[2])
 
     def minus(self, other: "Footprint") -> "Footprint":
         """Unit-wise difference."""
-        return Footprint(*(a - b for a, b in zip(self, other, strict=True)))
+        return Footprint(self[0] - other[0], self[1] - other[1], self[2] - other[2])
 
     def times(self, count: int) -> "Footprint":
         """Unit-wise product."""
-        return Footprint(*(a * count for a in self))
+        return Footprint(self[0] * count, self[1] * count, self[2] * count)
 
     def within(self, other: "Footprint") -> bool:
         """Whether each figure is at most the other's."""
-        return all(a <= b for a, b in zip(self, other, strict=True))
+        return self[0] <= other[0] and self[1] <= other[1] and self[2] <= other[2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -380,6 +382,36 @@ def stage_file_bytes(geometry: ModelGeometry, fence: Fence, stage: int) -> int:
         if geometry.tied_embedding and stage != 0:
             total += geometry.embedding_file_bytes
     return total
+
+
+def stage_fixed_bytes(
+    geometry: ModelGeometry,
+    fence: Fence,
+    stage: int,
+    options: CacheOptions,
+    *,
+    dtype_bytes: int,
+    sequences: int = 1,
+) -> int:
+    """Bytes of a stage that grow neither with the tokens nor with the layers it owns.
+
+    ::
+
+        boundary   2 slots x rows x hidden_size x dtype_bytes, for each side that has a neighbour,
+                   rows = max(prefill_chunk, sequences x (1 + spec_tokens))
+        logits     sequences x (1 + spec_tokens) x vocabulary_size x 4, f32, on the last stage
+        lengths    sequences x 4, the int32 device array
+
+    Two slots per boundary let one step be sent while the next is computed
+    (``dual-cache-and-pipeline.md`` 6.1).
+    """
+    window_rows = sequences * (1 + options.spec_tokens)
+    rows = max(options.prefill_chunk, window_rows)
+    last = stage == fence.num_stages - 1
+    neighbours = (stage > 0) + (not last)
+    boundary = neighbours * BOUNDARY_SLOTS * rows * geometry.hidden_size * dtype_bytes
+    logits = window_rows * geometry.vocabulary_size * F32_BYTES if last else 0
+    return boundary + logits + sequences * INT32_BYTES
 
 
 def check_equal_bytes(stage: int, *, sized: int, allocated: int, promised: int) -> None:

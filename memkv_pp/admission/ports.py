@@ -1,0 +1,153 @@
+"""How the coordinator's driver reaches the stages: the port, and the control star over pyzmq."""
+
+import asyncio
+from typing import Any, Protocol
+
+import zmq
+import zmq.asyncio
+
+from memkv_pp.clock import Clock
+from memkv_pp.wire import (
+    Plan,
+    StageLost,
+    StageReady,
+    StepDone,
+    Tick,
+    decode_event,
+    encode_plan,
+)
+
+StageEvent = StageReady | StepDone | StageLost | Tick
+
+
+class StagePort(Protocol):
+    """All stages of a pipeline, as the driver sees them.
+
+    Plans reach every stage in the order they were sent. Answers of one stage come in that order;
+    answers of different stages may interleave. A stage that is lost is reported once.
+    """
+
+    def send(self, plan: Plan) -> None:
+        """Send ``plan`` to every stage; does not wait."""
+        ...
+
+    async def receive(self) -> StageEvent:
+        """Wait for the next event of any stage, or a Tick when none came for a while."""
+        ...
+
+
+class QueuePort:
+    """Stages in this process: ``put`` is called from their threads."""
+
+    def __init__(self, tick_every_s: float = 1.0) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[StageEvent] = asyncio.Queue()
+        self._tick_every_s = tick_every_s
+
+    def put(self, event: StageEvent) -> None:
+        """Hand an event over from any thread."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    async def receive(self) -> StageEvent:
+        """Wait for the next event, or a Tick."""
+        try:
+            return await asyncio.wait_for(self._events.get(), self._tick_every_s)
+        except TimeoutError:
+            return Tick()
+
+
+class ZmqPort:
+    """The coordinator's end of the control star: a ROUTER that stages connect to.
+
+    A stage is lost when neither an answer nor a heartbeat came for ``heartbeat_timeout_s`` after
+    its first message, or when ``report_lost`` is called.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        num_stages: int,
+        clock: Clock,
+        *,
+        heartbeat_timeout_s: float,
+        keys: tuple[bytes, bytes] | None = None,
+    ) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if keys is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys[0])
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys[1])
+        self._socket.bind(bind)
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._num_stages = num_stages
+        self._clock = clock
+        self._timeout_s = heartbeat_timeout_s
+        self._last_seen: dict[int, float] = {}
+        self._lost: set[int] = set()
+        self._reports: list[StageLost] = []
+        self._looked_at = clock.now()
+        shadow: Any = zmq.Socket.shadow  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        self._sync = shadow(self._socket)
+
+    def send(self, plan: Plan) -> None:
+        """Send ``plan`` to every stage that is not lost."""
+        self._broadcast(encode_plan(plan))
+
+    def close_stages(self) -> None:
+        """Tell every stage to end its loop."""
+        self._broadcast(b"")
+
+    def report_lost(self, stage: int, message: str) -> None:
+        """Say from outside that a stage is gone."""
+        self._reports.append(StageLost(stage, message))
+
+    async def receive(self) -> StageEvent:
+        """Wait for the next event; a Tick about every half second without one."""
+        while True:
+            await self._look_for_silence()
+            if self._reports:
+                event = self._reports.pop(0)
+            elif await self._socket.poll(500):
+                event = await self._next_message()
+            else:
+                return Tick()
+            if isinstance(event, StageLost):
+                if event.stage in self._lost:
+                    continue
+                self._lost.add(event.stage)
+            if event is not None:
+                return event
+
+    def close(self) -> None:
+        """Close the socket; may be called twice."""
+        self._context.destroy(linger=200)
+
+    async def _next_message(self) -> StageReady | StepDone | StageLost | None:
+        """The next answer; None for a heartbeat."""
+        identity, body = await self._socket.recv_multipart()
+        self._last_seen[int(identity.rpartition(b"-")[2])] = self._clock.now()
+        return decode_event(body) if body else None
+
+    async def _look_for_silence(self) -> None:
+        """About once a second, with every message taken: whoever was not heard is lost."""
+        now = self._clock.now()
+        if now - self._looked_at < 1.0 or await self._socket.poll(0):
+            return
+        self._looked_at = now
+        self._reports.extend(
+            StageLost(stage, f"stage {stage} has been silent for over {self._timeout_s:g} s")
+            for stage, seen in self._last_seen.items()
+            if stage not in self._lost and now - seen > self._timeout_s
+        )
+
+    def _broadcast(self, message: bytes) -> None:
+        for stage in range(self._num_stages):
+            if stage in self._lost:
+                continue
+            try:
+                self._sync.send_multipart([b"stage-%d" % stage, message], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                self._reports.append(StageLost(stage, f"stage {stage} cannot be reached: {error}"))

@@ -1,0 +1,239 @@
+"""The cache of one stage: which records a sequence holds, and rows in and out of them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memkv_pp.cache import ops
+from memkv_pp.cache.arena import Arena
+from memkv_pp.cache.device import Device
+from memkv_pp.errors import InternalError, ModelError
+from memkv_pp.geometry import LayerKind, ModelGeometry
+from memkv_pp.pools import Pool
+from memkv_pp.sizing import Footprint, StageSizing
+from memkv_pp.wire import PoolBytes, Rows
+
+SERVED_KINDS = (LayerKind.FULL,)
+
+
+@dataclass(slots=True)
+class _Table:
+    """One open sequence: its index in the device's lengths, its records in order, its rows."""
+
+    slot: int
+    records: list[int]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows ``[first, first + num_rows)`` of a batch belong to one sequence, which then has ``length``."""
+
+    first: int
+    num_rows: int
+    length: int
+    records: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows of a step: position, record and row in the record of each (int64 [T])."""
+
+    positions: torch.Tensor
+    records: torch.Tensor
+    rows: torch.Tensor
+    segments: tuple[Segment, ...]
+
+
+class StageCache:
+    """Full-attention rows of a stage's layers, in records of the arena.
+
+    ``max_sequences`` bounds the open sequences. ``ModelError`` for a layer kind that is not served.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        geometry: ModelGeometry,
+        sizing: StageSizing,
+        units: Footprint,
+        *,
+        max_sequences: int,
+    ) -> None:
+        for layer in range(sizing.lo, sizing.hi):
+            kind = geometry.layers[layer].kind
+            if kind not in SERVED_KINDS:
+                raise ModelError(
+                    f"layer {layer} of {geometry.name} is {kind.value}, which is sized and planned"
+                    " but not served yet",
+                    f"served kinds: {', '.join(kind.value for kind in SERVED_KINDS)}",
+                )
+        self._device = device
+        self._sizing = sizing
+        self.arena = Arena(device, sizing, units)
+        self._views = {
+            layout.layer: ops.layer_view(self.arena, layout)
+            for layout in (sizing.full.layers if sizing.full else ())
+        }
+        self._slots = Pool(max_sequences, "sequence slots")
+        self._lengths = device.zeros(max_sequences, torch.int32)
+        self._tables: dict[int, _Table] = {}
+
+    @property
+    def num_sequences(self) -> int:
+        """Open sequences."""
+        return len(self._tables)
+
+    def length(self, sequence: int) -> int:
+        """Rows held of an open sequence."""
+        return self._table(sequence).length
+
+    def used_bytes(self) -> PoolBytes:
+        """Bytes in use by pool."""
+        used, sizing = self.arena.used(), self._sizing
+        return PoolBytes(
+            used.full_records * sizing.record_bytes,
+            used.window_records * sizing.window_record_bytes,
+            used.state_slots * sizing.slot_bytes,
+        )
+
+    def open(self, sequence: int) -> None:
+        """Begin an empty sequence; InternalError if it is open."""
+        if sequence in self._tables:
+            raise InternalError(f"sequence {sequence} is already open")
+        (slot,) = self._slots.allocate(1, "open")
+        self._device.set_i32(self._lengths, slot, 0)
+        self._tables[sequence] = _Table(slot, [], 0)
+
+    def close(self, sequence: int) -> None:
+        """Give back all that the sequence holds; InternalError if it is not open."""
+        table = self._table(sequence)
+        self.arena.full.release(table.records, "close")
+        self._slots.release([table.slot], "close")
+        del self._tables[sequence]
+
+    def extend(self, rows: Sequence[Rows]) -> Batch:
+        """Take records for the new rows of each sequence, and say where every row goes.
+
+        InternalError, with nothing taken, when a sequence is not as long as the plan says;
+        OutOfRecords when the pool is empty, which the ledger rules out.
+        """
+        for entry in rows:
+            table = self._table(entry.sequence)
+            if table.length != entry.start:
+                raise InternalError(
+                    f"sequence {entry.sequence} has {table.length} rows, the plan starts at"
+                    f" {entry.start}"
+                )
+        wanted = [self._records_wanted(entry) for entry in rows]
+        taken = self.arena.full.allocate(sum(wanted), "extend")
+        segments: list[Segment] = []
+        first = at = 0
+        for entry, count in zip(rows, wanted, strict=True):
+            table = self._tables[entry.sequence]
+            table.records += taken[at : at + count]
+            table.length = entry.start + entry.num_rows
+            self._device.set_i32(self._lengths, table.slot, table.length)
+            records = torch.tensor(table.records, device=self._device.torch_device)
+            segments.append(Segment(first, entry.num_rows, table.length, records))
+            at += count
+            first += entry.num_rows
+        return self._batch(segments)
+
+    def sub_batch(self, batch: Batch, first: int, last: int, padded: int) -> Batch:
+        """Rows ``[first, last)`` of ``batch``, padded to ``padded`` rows that write nothing."""
+        segments: list[Segment] = []
+        for segment in batch.segments:
+            low = max(segment.first, first)
+            high = min(segment.first + segment.num_rows, last)
+            if low < high:
+                length = segment.length - (segment.first + segment.num_rows - high)
+                segments.append(Segment(low - first, high - low, length, segment.records))
+        missing = padded - (last - first)
+
+        def pad(column: torch.Tensor, value: int) -> torch.Tensor:
+            return torch.nn.functional.pad(column[first:last], (0, missing), value=value)
+
+        return Batch(
+            pad(batch.positions, 0), pad(batch.records, -1), pad(batch.rows, 0), tuple(segments)
+        )
+
+    def append_and_attend(
+        self,
+        layer: int,
+        batch: Batch,
+        query_THD: torch.Tensor,
+        key_THD: torch.Tensor,
+        value_THD: torch.Tensor,
+        scale: float,
+        *,
+        fixed: bool,
+    ) -> torch.Tensor:
+        """Store the batch's rows of ``layer`` and attend: [T, query heads, D of V].
+
+        ``fixed`` makes every row bit-identical in any company (``ops.attend_fixed``); rows of no
+        segment come out as zeros.
+        """
+        view = self._views[layer]
+        ops.append(view.k, batch.records, batch.rows, key_THD)
+        ops.append(view.v, batch.records, batch.rows, value_THD)
+        out = query_THD.new_zeros(*query_THD.shape[:2], view.v.head_size)
+        kernel = ops.attend_fixed if fixed else ops.attend
+        for segment in batch.segments:
+            rows = slice(segment.first, segment.first + segment.num_rows)
+            used = segment.records[: -(-segment.length // self._sizing.options.record_rows)]
+            key = ops.gather(view.k, used, segment.length, query_THD.dtype)
+            value = ops.gather(view.v, used, segment.length, query_THD.dtype)
+            out[rows] = kernel(query_THD[rows], key, value, scale)
+        return out
+
+    def release(self) -> None:
+        """Give the arena back; may be called twice."""
+        self._views.clear()
+        self._tables.clear()
+        self._slots.release_all()
+        self.arena.release()
+
+    def check(self) -> None:
+        """Raise InternalError unless tables, lengths and pools agree."""
+        self.arena.check()
+        self._slots.check()
+        held = [record for table in self._tables.values() for record in table.records]
+        if len(held) != self.arena.full.statistics().references:
+            raise InternalError(
+                f"stage {self._sizing.stage}: records in tables {len(held)} != references"
+                f" {self.arena.full.statistics().references}"
+            )
+        lengths = self._lengths.tolist()
+        for sequence, table in self._tables.items():
+            if lengths[table.slot] != table.length:
+                raise InternalError(
+                    f"sequence {sequence}: device length {lengths[table.slot]} != host length"
+                    f" {table.length}"
+                )
+            needed = self._sizing.footprint(table.length).full_records
+            if len(table.records) != needed:
+                raise InternalError(
+                    f"sequence {sequence}: {len(table.records)} records for {table.length} rows,"
+                    f" sizing says {needed}"
+                )
+
+    def _table(self, sequence: int) -> _Table:
+        table = self._tables.get(sequence)
+        if table is None:
+            raise InternalError(f"sequence {sequence} is not open")
+        return table
+
+    def _records_wanted(self, entry: Rows) -> int:
+        after = self._sizing.footprint(entry.start + entry.num_rows).full_records
+        return after - len(self._tables[entry.sequence].records)
+
+    def _batch(self, segments: Iterable[Segment]) -> Batch:
+        device, block = self._device.torch_device, self._sizing.options.record_rows
+        kept = tuple(segments)
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        spans = [torch.arange(s.length - s.num_rows, s.length, device=device) for s in kept]
+        records = [s.records[p // block] for s, p in zip(kept, spans, strict=True)]
+        positions = torch.cat([none, *spans])
+        return Batch(positions, torch.cat([none, *records]), positions % block, kept)

@@ -1,0 +1,151 @@
+"""The one door to kernels: rows into records, rows out of records, attention over records.
+
+Shape legend: T rows of the step, H KV heads, G query heads per KV head, D head size,
+N records, B rows of a record, L cached rows of a sequence.
+
+Results are those of plain torch arithmetic; masked or unwritten rows never enter a sum.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from memkv_pp.cache.arena import Arena
+from memkv_pp.cache.codec import decode, encode
+from memkv_pp.formats import Format
+from memkv_pp.records import LayerLayout, Side
+
+FIXED_ROWS = 16
+FIXED_KEYS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SideView:
+    """K or V of one layer in the arena: codes and scales, uint8 [N, H, B, row bytes]."""
+
+    format: Format
+    head_size: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """Both sides of one layer."""
+
+    k: SideView
+    v: SideView
+
+
+def layer_view(arena: Arena, layout: LayerLayout) -> LayerView:
+    """Views of ``layout``'s parts in every full record."""
+
+    def side(side: Side) -> SideView:
+        return SideView(
+            side.format,
+            side.head_size,
+            arena.full_part(side.codes),
+            arena.full_part(side.scales),
+        )
+
+    assert layout.v is not None
+    return LayerView(side(layout.k), side(layout.v))
+
+
+def append(
+    side: SideView, records_T: torch.Tensor, rows_T: torch.Tensor, values_THD: torch.Tensor
+) -> None:
+    """Pack ``values_THD`` into (record, row) pairs; a negative record writes nothing.
+
+    ``records_T`` and ``rows_T`` are int64. Within one call every (record, row) is distinct.
+    """
+    keep = records_T >= 0
+    if not bool(keep.all()):
+        records_T, rows_T, values_THD = records_T[keep], rows_T[keep], values_THD[keep]
+    codes, scales = encode(side.format, values_THD)
+    side.codes[records_T, :, rows_T] = codes
+    if scales.shape[-1]:
+        side.scales[records_T, :, rows_T] = scales
+
+
+def gather(
+    side: SideView, records_N: torch.Tensor, num_rows: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The first ``num_rows`` rows of ``records_N``, unpacked: [H, num_rows, D] in ``dtype``."""
+    codes = side.codes.index_select(0, records_N)
+    scales = side.scales.index_select(0, records_N)
+    rows_NHBD = decode(side.format, codes, scales, side.head_size, dtype)
+    _, heads, _, size = rows_NHBD.shape
+    return rows_NHBD.transpose(0, 1).reshape(heads, -1, size)[:, :num_rows]
+
+
+def attend(
+    query_THD: torch.Tensor, key_HLD: torch.Tensor, value_HLD: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal attention of the last T of L rows over all L: [T, H * G, D of V].
+
+    ``query_THD``: [T, H * G, D]; row t looks at keys ``[0, L - T + t]``. Query heads of one KV head
+    are grouped as rows.
+    """
+    heads, length, _ = key_HLD.shape
+    num_rows = query_THD.shape[0]
+    group = query_THD.shape[1] // heads
+    query = query_THD.transpose(0, 1).reshape(heads, group * num_rows, -1)
+    mask = None
+    if num_rows > 1:
+        mask = _causal_mask(num_rows, length, length, query.device).repeat(group, 1)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query[None], key_HLD[None], value_HLD[None], attn_mask=mask, scale=scale
+    )[0]
+    return out.reshape(heads * group, num_rows, -1).transpose(0, 1)
+
+
+def attend_fixed(
+    query_THD: torch.Tensor, key_HLD: torch.Tensor, value_HLD: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """As ``attend``, each row bit for bit the same in any company: T at most FIXED_ROWS.
+
+    Every product has one shape: queries padded to FIXED_ROWS, keys in tiles of FIXED_KEYS padded
+    with zeros, f32 throughout, tiles merged in order by online softmax. A tile that is masked for
+    a row multiplies its sums by exactly 1 and adds exactly 0.
+    """
+    heads, length, size = key_HLD.shape
+    num_rows = query_THD.shape[0]
+    group = query_THD.shape[1] // heads
+    query = query_THD.new_zeros(FIXED_ROWS, heads * group, size, dtype=torch.float32)
+    query[:num_rows] = query_THD
+    query = query.transpose(0, 1).reshape(heads, group * FIXED_ROWS, size)
+    tiles = -(-length // FIXED_KEYS)
+    mask_RL = _causal_mask(
+        FIXED_ROWS, length - num_rows + FIXED_ROWS, tiles * FIXED_KEYS, query.device
+    )
+    mask_RL[num_rows:] = mask_RL[num_rows - 1]
+    top = query.new_full((heads, group * FIXED_ROWS, 1), float("-inf"))
+    total = torch.zeros_like(top)
+    out = query.new_zeros(heads, group * FIXED_ROWS, value_HLD.shape[2])
+    for tile in range(tiles):
+        keys = slice(tile * FIXED_KEYS, (tile + 1) * FIXED_KEYS)
+        key = _padded(key_HLD[:, keys])
+        value = _padded(value_HLD[:, keys])
+        scores = torch.bmm(query, key.transpose(1, 2)) * scale
+        scores.masked_fill_(~mask_RL[:, keys].repeat(group, 1), float("-inf"))
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        weights = torch.exp(scores - new_top)
+        shrink = torch.exp(top - new_top)
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        out = out * shrink + torch.bmm(weights, value)
+        top = new_top
+    out = (out / total).reshape(heads * group, FIXED_ROWS, -1).transpose(0, 1)
+    return out[:num_rows].to(query_THD.dtype)
+
+
+def _causal_mask(num_rows: int, length: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    """bool [num_rows, num_keys]: row r of the last ``num_rows`` of ``length`` sees keys up to itself."""
+    positions = torch.arange(length - num_rows, length, device=device)
+    return torch.arange(num_keys, device=device)[None, :] <= positions[:, None]
+
+
+def _padded(tile_HLD: torch.Tensor) -> torch.Tensor:
+    """f32, zero rows appended up to FIXED_KEYS."""
+    missing = FIXED_KEYS - tile_HLD.shape[1]
+    return torch.nn.functional.pad(tile_HLD.float(), (0, 0, 0, missing)).contiguous()

@@ -1,0 +1,146 @@
+"""Building a stage: modules on the meta device, filled tensor by tensor from a weight source."""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from memkv_pp.errors import ModelError
+from memkv_pp.model.adapters.base import ATTENTION_NAME, Adapter, StageModel
+from memkv_pp.model.weights import ROPE_FACTORS, WeightSource
+
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm"
+HEAD = "lm_head.weight"
+
+# Frequencies of the other types depend on the longest sequence of a batch: a row's result would
+# depend on its company.
+_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+# Old checkpoints carry the frequencies, which the configuration states too.
+_IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def assemble_stage(
+    adapter: Adapter,
+    config: PreTrainedConfig,
+    source: WeightSource,
+    *,
+    path: Path,
+    layers: range,
+    first: bool,
+    last: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> StageModel:
+    """A stage of ``layers`` from ``source``; ``path`` is for messages. Errors as ``load_stage``."""
+    _check_served(adapter, config, path)
+    if not 0 <= layers.start < layers.stop <= config.num_hidden_layers or layers.step != 1:
+        raise ModelError(
+            f"{path}: the stage [{layers.start}, {layers.stop}) is no part of"
+            f" {config.num_hidden_layers} layers"
+        )
+    config._attn_implementation = ATTENTION_NAME
+    filler = _Filler(source, path, dtype, device)
+    modules: dict[int, nn.Module] = {}
+    for index in layers:
+        with torch.device("meta"):
+            layer = adapter.decoder_layer(config, index)
+        modules[index] = filler.fill(layer, f"model.layers.{index}")
+    vocabulary = (config.vocab_size, config.hidden_size)
+    embedding = filler.tensor(EMBEDDING, vocabulary) if first else None
+    norm = head = None
+    if last:
+        with torch.device("meta"):
+            norm = adapter.norm(config.hidden_size, config.rms_norm_eps)
+        norm = filler.fill(norm, NORM)
+        if not config.tie_word_embeddings:
+            head = filler.tensor(HEAD, vocabulary)
+        else:
+            # A tied head shares the embedding of its own stage; alone it is a second copy.
+            head = filler.tensor(EMBEDDING, vocabulary) if embedding is None else embedding
+    return StageModel(
+        family=adapter.family,
+        config=config,
+        layers=modules,
+        rotary=_rotary(adapter, config, source, path, device),
+        embedding=embedding,
+        norm=norm,
+        head=head,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _check_served(adapter: Adapter, config: PreTrainedConfig, path: Path) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, adapter.window_knob, None) if adapter.window_knob else None
+    if window or kinds != {"full_attention"}:
+        asked = f"{adapter.window_knob} = {window}" if window else f"layer_types = {sorted(kinds)}"
+        raise ModelError(
+            f"{path}: {asked}: sliding_attention layers of the family {adapter.family} are not"
+            " served yet",
+            "layer kinds served: full_attention",
+        )
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in _ROPE_TYPES:
+        raise ModelError(
+            f"{path}: rope_type {rope_type!r} is not served", f"served: {', '.join(_ROPE_TYPES)}"
+        )
+
+
+def _rotary(
+    adapter: Adapter,
+    config: PreTrainedConfig,
+    source: WeightSource,
+    path: Path,
+    device: torch.device,
+) -> nn.Module:
+    rotary = adapter.rotary(config).to(device).eval()
+    if ROPE_FACTORS in source.names():
+        factors = source.tensor(ROPE_FACTORS, torch.float32).to(device)
+        frequencies = rotary.get_buffer("inv_freq")
+        _check_shape(path, ROPE_FACTORS, factors, frequencies.shape)
+        rotary.register_buffer("inv_freq", frequencies / factors, persistent=False)
+    return rotary
+
+
+class _Filler:
+    """Reads tensors for one stage, each checked against the shape its module expects."""
+
+    def __init__(
+        self, source: WeightSource, path: Path, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._source = source
+        self._path = path
+        self._dtype = dtype
+        self._device = device
+
+    def fill(self, module: nn.Module, prefix: str) -> nn.Module:
+        """Give ``module``, built on the meta device, the tensors named ``prefix.…``."""
+        shapes = {f"{prefix}.{name}": p.shape for name, p in module.named_parameters()}
+        for name in self._source.names():
+            if name.startswith(f"{prefix}.") and name not in shapes and not _IGNORED.match(name):
+                raise ModelError(
+                    f"{self._path}: the configuration has no place for tensor {name}",
+                    "its weights would be ignored, and the output wrong",
+                )
+        skip = len(prefix) + 1
+        state = {name[skip:]: self.tensor(name, shape) for name, shape in shapes.items()}
+        module.load_state_dict(state, strict=True, assign=True)
+        return module.requires_grad_(False).eval()
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One tensor on the stage's device; ModelError unless it has ``shape``."""
+        tensor = self._source.tensor(name, self._dtype)
+        _check_shape(self._path, name, tensor, shape)
+        return tensor.to(self._device)
+
+
+def _check_shape(path: Path, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != tuple(shape):
+        raise ModelError(
+            f"{path}: {name} has shape {tuple(tensor.shape)}, the configuration says {tuple(shape)}"
+        )

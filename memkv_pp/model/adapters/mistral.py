@@ -1,0 +1,17 @@
+"""Mistral: Llama with, in its first release, a sliding window on every layer."""
+
+from transformers.models.mistral.modeling_mistral import (
+    MistralDecoderLayer,
+    MistralRMSNorm,
+    MistralRotaryEmbedding,
+)
+
+from memkv_pp.model.adapters.base import Adapter
+
+ADAPTER = Adapter(
+    family="mistral",
+    decoder_layer=MistralDecoderLayer,
+    norm=MistralRMSNorm,
+    rotary=MistralRotaryEmbedding,
+    window_knob="sliding_window",
+)

@@ -1,0 +1,252 @@
+"""Packs and unpacks one group of a format, in plain Python: the truth of every kernel.
+
+A ggml block is a header (``d``, and ``m`` where there is one, as f16) followed by the codes. The
+cache keeps the header as the group's *scales* and the rest as its *codes*; bits are little-endian::
+
+    format  ggml block            scales   codes
+    q8_0    d | q[32]             d        32 signed bytes, element j in byte j
+    q4_0    d | qs[16]            d        16 bytes, element j in the low, 16 + j in the high
+    q4_1    d m | qs[16]          d m      nibble of byte j
+    q5_0    d | qh[4] | qs[16]    d        qs as q4_0, then qh: the fifth bit of element j is
+    q5_1    d m | qh[4] | qs[16]  d m      bit j of the 32-bit word
+
+An element is worth ``q * d`` (q8_0), ``(q - 8) * d`` and ``(q - 16) * d`` (q4_0, q5_0) or
+``q * d + m`` (q4_1, q5_1). Every intermediate is rounded to f32, and codes are taken with the f32
+``d`` before it is rounded to f16; that order is what makes the bytes ggml's.
+
+Rows that are not ordinary:
+
+* zeros: every element comes back 0. ``d`` of q4_0 and q5_0 is a zero of the sign opposite to the
+  first zero's; a zero ``m`` has the sign of the group's first zero. That is ggml's loop; numpy in
+  ``gguf.quants`` takes whichever zero its vector unit does, which changes no element.
+* a constant: exact to f16 in q4_1 and q5_1 (``d`` is 0, ``m`` the constant).
+* denormal: a ``d`` of at most 2^-25 is stored as 0, so every element is 0 or ``m``; codes still
+  follow the f32 ``d``. Where ``1 / d`` overflows f32, a product that is not finite has code 0.
+* huge: a ``d`` or ``m`` above 65504 is stored as infinite, and elements come back infinite or NaN.
+* infinite: ``d`` is infinite and ``1 / d`` is 0; the group comes back infinite or NaN. A group of
+  nothing but one infinity has ``d`` = inf - inf in q4_1 and q5_1, stored as 0xFE00.
+* NaN: one NaN makes the whole group NaN: ``d`` (and ``m``) are 0x7E00 and every code byte 0.
+
+f16 rounds to nearest even and overflows to infinity. bf16 rounds to nearest even; fp8 is E4M3
+(no infinity), rounds to nearest even and saturates at 448. Every NaN becomes the one positive
+quiet NaN: 0x7FC00000, 0x7E00, 0x7FC0, 0x7F.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+
+from memkv_pp.errors import ConfigError, FormatError
+from memkv_pp.formats import Family, Format
+
+PACKED_NAMES = ("f32", "f16", "bf16", "fp8", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+
+E4M3_MAX = 448.0
+E4M3_NAN = 0x7F
+BF16_NAN = 0x7FC0
+
+_F16_NAN = 0x7E00
+_F16_DEFAULT_NAN = 0xFE00  # what inf - inf makes on the machines ggml's bytes were taken from
+_HALF = 16
+
+
+def check_packed(fmt: Format) -> None:
+    """Raise FormatError, naming the format and the packed ones, unless ``fmt`` can be packed."""
+    if fmt.name not in PACKED_NAMES:
+        raise FormatError(
+            f"--kv: {fmt.name} cannot be packed yet, it can only be sized",
+            f"packed today: {', '.join(PACKED_NAMES)}",
+        )
+
+
+def pack_group(fmt: Format, values: Sequence[float], *, scale: float = 1.0) -> tuple[bytes, bytes]:
+    """(codes, scales) of one group: ``fmt.code_bytes`` and ``fmt.scale_bytes`` bytes.
+
+    ``values`` are rounded to f32 first, there must be ``fmt.group`` of them. ``scale`` is fp8's
+    scale of the layer and side; other formats have none and ignore it. FormatError for a format
+    that is not packed yet or another count, ConfigError for a scale that cannot scale.
+    """
+    check_packed(fmt)
+    if len(values) != fmt.group:
+        raise FormatError(f"{fmt.name} packs groups of {fmt.group} values, got {len(values)}")
+    group = [to_f32(value) for value in values]
+    if fmt.family is Family.GGML:
+        return _pack_ggml(fmt, group)
+    value = group[0]
+    if fmt.name == "fp8":
+        return bytes([e4m3_code(to_f32(value * fp8_reciprocal(scale)))]), b""
+    if fmt.name == "bf16":
+        return struct.pack("<H", bf16_bits(value)), b""
+    return (struct.pack("<f", value) if fmt.name == "f32" else _f16_bytes(value)), b""
+
+
+def unpack_group(fmt: Format, codes: bytes, scales: bytes, *, scale: float = 1.0) -> list[float]:
+    """The ``fmt.group`` elements of a group, each an f32 number.
+
+    FormatError for a format that is not packed yet or other lengths.
+    """
+    check_packed(fmt)
+    if (len(codes), len(scales)) != (fmt.code_bytes, fmt.scale_bytes):
+        raise FormatError(
+            f"a group of {fmt.name} is {fmt.code_bytes} + {fmt.scale_bytes} bytes,"
+            f" got {len(codes)} + {len(scales)}"
+        )
+    if fmt.family is Family.GGML:
+        return _unpack_ggml(fmt, codes, scales)
+    if fmt.name == "fp8":
+        fp8_reciprocal(scale)
+        return [to_f32(e4m3_value(codes[0]) * to_f32(scale))]
+    if fmt.name == "bf16":
+        codes = b"\0\0" + codes
+    return [struct.unpack("<e" if fmt.name == "f16" else "<f", codes)[0]]
+
+
+def to_ggml_block(fmt: Format, codes: bytes, scales: bytes) -> bytes:
+    """The ggml block of a group of a ggml format; FormatError for another format."""
+    _check_ggml(fmt)
+    return scales + codes[_HALF:] + codes[:_HALF] if _has_fifth_bit(fmt) else scales + codes
+
+
+def from_ggml_block(fmt: Format, block: bytes) -> tuple[bytes, bytes]:
+    """(codes, scales) of a ggml block, the inverse of ``to_ggml_block``."""
+    _check_ggml(fmt)
+    if len(block) != fmt.group_bytes:
+        raise FormatError(f"a block of {fmt.name} is {fmt.group_bytes} bytes, got {len(block)}")
+    scales, codes = block[: fmt.scale_bytes], block[fmt.scale_bytes :]
+    return (codes[4:] + codes[:4] if _has_fifth_bit(fmt) else codes), scales
+
+
+def to_f32(value: float) -> float:
+    """``value`` rounded to the nearest f32, ties to even; every NaN becomes the positive one."""
+    if math.isnan(value):
+        return math.nan
+    try:
+        return struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def bf16_bits(value: float) -> int:
+    """The sixteen bits of an f32 number as bf16."""
+    if math.isnan(value):
+        return BF16_NAN
+    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def e4m3_code(value: float) -> int:
+    """The E4M3 byte nearest to ``value``, ties to even, at most 448 in size.
+
+    >>> [hex(e4m3_code(x)) for x in (2**-9, 1.0, 1.875, 2.0, 256.0, 1e9)]
+    ['0x1', '0x38', '0x3f', '0x40', '0x78', '0x7e']
+    """
+    if math.isnan(value):
+        return E4M3_NAN
+    sign = 0x80 if math.copysign(1.0, value) < 0 else 0
+    size = min(abs(value), E4M3_MAX)
+    if size < 2**-6:
+        return sign | round(size * 2**9)
+    exponent = math.frexp(size)[1] - 1
+    # A mantissa that rounds up to 16 carries into the exponent, as it should.
+    return sign | ((exponent + 7 << 3) + round(math.ldexp(size, 3 - exponent)) - 8)
+
+
+def e4m3_value(code: int) -> float:
+    """The number an E4M3 byte stands for: bias 7, three mantissa bits, 0x7F and 0xFF are NaN."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    if code & 0x7F == E4M3_NAN:
+        return math.nan
+    size = math.ldexp(8 + mantissa, exponent - 10) if exponent else math.ldexp(mantissa, -9)
+    return -size if code & 0x80 else size
+
+
+def fp8_reciprocal(scale: float) -> float:
+    """``1 / scale`` in f32; ConfigError unless both are positive and finite."""
+    rounded = to_f32(scale)
+    inverse = to_f32(1 / rounded) if rounded > 0 else math.nan
+    if not (0 < rounded < math.inf and 0 < inverse < math.inf):
+        raise ConfigError(
+            f"fp8 scale: {scale} is not positive and finite with a finite reciprocal",
+            "take it from the checkpoint or calibrate it: the largest magnitude divided by 448",
+        )
+    return inverse
+
+
+def _has_fifth_bit(fmt: Format) -> bool:
+    return fmt.name in ("q5_0", "q5_1")
+
+
+def _has_minimum(fmt: Format) -> bool:
+    return fmt.name in ("q4_1", "q5_1")
+
+
+def _check_ggml(fmt: Format) -> None:
+    if fmt.family is not Family.GGML:
+        raise FormatError(f"{fmt.name} is no ggml block format")
+
+
+def _f16_bytes(value: float) -> bytes:
+    if math.isnan(value):
+        return struct.pack("<H", _F16_NAN)
+    try:
+        return struct.pack("<e", value)
+    except OverflowError:
+        return struct.pack("<e", math.copysign(math.inf, value))
+
+
+def _inverse(d: float) -> float:
+    return to_f32(1 / d) if d else 0.0
+
+
+def _truncate(value: float, highest: int) -> int:
+    return min(max(int(value), 0), highest) if math.isfinite(value) else 0
+
+
+def _pack_ggml(fmt: Format, group: list[float]) -> tuple[bytes, bytes]:
+    if any(math.isnan(x) for x in group):
+        return bytes(fmt.code_bytes), struct.pack("<H", _F16_NAN) * (fmt.scale_bytes // 2)
+    if fmt.name == "q8_0":
+        d = to_f32(max(map(abs, group)) / 127)
+        inverse = _inverse(d)
+        return bytes(_signed_byte(to_f32(x * inverse)) for x in group), _f16_bytes(d)
+    highest = 31 if _has_fifth_bit(fmt) else 15
+    if _has_minimum(fmt):
+        low = min(group)
+        d = to_f32(to_f32(max(group) - low) / highest)
+        header = struct.pack("<H", _F16_DEFAULT_NAN) if math.isnan(d) else _f16_bytes(d)
+        scales = header + _f16_bytes(low)
+        origin, offset = low, 0.5
+    else:
+        zero_code = (highest + 1) // 2
+        d = to_f32(max(group, key=abs) / -zero_code)
+        scales = _f16_bytes(d)
+        origin, offset = 0.0, zero_code + 0.5
+    inverse = _inverse(d)
+    q = [_truncate(to_f32(to_f32(to_f32(x - origin) * inverse) + offset), highest) for x in group]
+    codes = bytes(q[j] & 15 | (q[_HALF + j] & 15) << 4 for j in range(_HALF))
+    if _has_fifth_bit(fmt):
+        codes += struct.pack("<I", sum((code >> 4) << j for j, code in enumerate(q)))
+    return codes, scales
+
+
+def _signed_byte(value: float) -> int:
+    """The nearest whole number, halves away from zero, as the byte of an int8."""
+    if not math.isfinite(value):
+        return 0
+    return int(math.copysign(math.floor(abs(value) + 0.5), value)) & 0xFF
+
+
+def _unpack_ggml(fmt: Format, codes: bytes, scales: bytes) -> list[float]:
+    d: float = struct.unpack("<e", scales[:2])[0]
+    # A code times an f16 number is exact in f32: a kernel may fuse it with the sum that follows.
+    if fmt.name == "q8_0":
+        return [q * d for q in struct.unpack("<32b", codes)]
+    q = [byte & 15 for byte in codes[:_HALF]] + [byte >> 4 for byte in codes[:_HALF]]
+    if _has_fifth_bit(fmt):
+        fifth: int = struct.unpack("<I", codes[_HALF:])[0]
+        q = [code | (fifth >> j & 1) << 4 for j, code in enumerate(q)]
+    if _has_minimum(fmt):
+        m: float = struct.unpack("<e", scales[2:])[0]
+        return [to_f32(code * d + m) for code in q]
+    zero_code = 16 if _has_fifth_bit(fmt) else 8
+    return [(code - zero_code) * d for code in q]

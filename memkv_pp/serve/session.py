@@ -1,0 +1,127 @@
+"""A pipeline at work: coordinator, driver and stages, put together for a batch of requests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memkv_pp.admission.coordinator import Coordinator, CoordinatorConfig
+from memkv_pp.admission.driver import Completion, Driver
+from memkv_pp.admission.ledger import Ledger
+from memkv_pp.admission.policy import ReservePolicy
+from memkv_pp.clock import Clock, SystemClock
+from memkv_pp.config import Backend, PipelineConfig
+from memkv_pp.serve.local import LocalStages
+from memkv_pp.serve.stages import Stages
+from memkv_pp.sizing import check_equal_bytes
+from memkv_pp.stage.runtime import StageStatistics
+from memkv_pp.wire import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Seconds. ``prefill_s``: until every request has a token or ended; ``decode_s``: the rest.
+
+    ``orchestration_s``: what the coordinator's process spent deciding and sending.
+    ``compute_s``: in the layers, per stage.
+    """
+
+    load_s: float
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
+    orchestration_s: float
+    compute_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What became of every request, and what every stage holds."""
+
+    completions: tuple[Completion, ...]
+    stages: tuple[StageStatistics, ...]
+    promised_bytes: tuple[int, ...]
+    timing: Timing
+
+
+def make_coordinator(config: PipelineConfig) -> Coordinator:
+    """The coordinator of ``config``, its ledger promising exactly the arenas."""
+    ledger = Ledger(config.sizings(), config.units)
+    return Coordinator(
+        ledger,
+        CoordinatorConfig(
+            waves=config.waves,
+            prefill_chunk=config.options.prefill_chunk,
+            context_tokens=config.context_tokens,
+            vocabulary_size=config.geometry.vocabulary_size,
+            plan_deadline_s=config.plan_deadline_s,
+        ),
+        ReservePolicy(config.options.spec_tokens),
+    )
+
+
+def make_stages(config: PipelineConfig) -> Stages:
+    """The stages of ``config`` on its backend."""
+    if config.backend is Backend.RAY:
+        from memkv_pp.serve.cluster import RayStages
+
+        return RayStages(config)
+    return LocalStages(config)
+
+
+async def generate(
+    config: PipelineConfig, requests: Sequence[Request], clock: Clock | None = None
+) -> Report:
+    """Serve ``requests`` together, and close the pipeline.
+
+    Every request ends in its completion, refused and failed ones too. Raises InternalError when
+    the books of coordinator, ledger and stages do not agree afterwards.
+    """
+    clock = clock or SystemClock()
+    coordinator = make_coordinator(config)
+    stages = make_stages(config)
+    began = clock.now()
+    try:
+        port = await stages.open()
+        driver = Driver(coordinator, port, clock)
+        completions = [driver.submit(request) for request in requests]
+        driver.start()
+        await driver.wait_ready()
+        ready = clock.now()
+        await driver.wait(completions)
+        ended = clock.now()
+        await driver.stop()
+        coordinator.check()
+        statistics: tuple[StageStatistics, ...] = ()
+        if driver.all_ready.is_set() and not coordinator.lost:
+            statistics = await stages.statistics()
+            check_stages(config, coordinator, statistics)
+    finally:
+        await stages.close()
+    firsts = [c.first_token_s for c in completions if c.first_token_s is not None]
+    first = max(firsts, default=ready)
+    drawn = sum(len(c.tokens) for c in completions)
+    return Report(
+        completions=tuple(completions),
+        stages=statistics,
+        promised_bytes=coordinator.ledger.statistics().promised_bytes,
+        timing=Timing(
+            load_s=ready - began,
+            prefill_s=first - ready,
+            decode_s=ended - first,
+            tokens_per_s=drawn / max(ended - ready, 1e-9),
+            orchestration_s=driver.handling_s,
+            compute_s=tuple(ns / 1e9 for ns in driver.compute_ns),
+        ),
+    )
+
+
+def check_stages(
+    config: PipelineConfig, coordinator: Coordinator, stages: Sequence[StageStatistics]
+) -> None:
+    """Raise InternalError unless sized = allocated = promised, and nothing is left in use."""
+    for sizing, units, stage in zip(config.sizings(), config.units, stages, strict=True):
+        check_equal_bytes(
+            stage.stage,
+            sized=sizing.bytes_of(units),
+            allocated=stage.allocated_bytes,
+            promised=coordinator.ledger.promised_bytes(stage.stage),
+        )
