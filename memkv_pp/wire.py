@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from memkv_pp.errors import InternalError, StageShortfall
+from memkv_pp.errors import ConfigError, InternalError, StageShortfall
 
 _MAGIC = 0x31_4E_4C_50_56_4B_4D  # "MKVPLN1" as a little-endian integer
 _DONE_MAGIC = 0x31_4E_4F_44_56_4B_4D
@@ -30,12 +30,17 @@ class Sampling:
     """How a request's tokens are drawn.
 
     ``temperature`` 0 is greedy. Draws are a function of (seed, prompt_index, position, draw) alone.
+    ConfigError for a seed that no plan can carry.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
     prompt_index: int = 0
+
+    def __post_init__(self) -> None:
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"--seed: {self.seed} is no signed 64-bit integer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -322,6 +327,17 @@ def decode_event(data: bytes | memoryview) -> StageReady | StepDone | StageLost:
     if kind == b"R" and len(body) == 16:
         return StageReady(*struct.unpack("<qq", body))
     if kind == b"L":
-        stage, message, name = json.loads(body)
-        return StageLost(int(stage), str(message), str(name))
+        return _decode_lost(body)
     raise InternalError(f"a stage sent a message of unknown kind {kind!r}")
+
+
+def _decode_lost(body: bytes) -> StageLost:
+    try:
+        fields: object = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InternalError(f"a stage's last message is damaged: {error}") from error
+    match fields:
+        case [int(stage), str(message), str(kind)]:
+            return StageLost(stage, message, kind)
+        case _:
+            raise InternalError("a stage's last message is damaged: it is not stage, message, kind")

@@ -1,5 +1,7 @@
 """Fixtures and hypothesis profiles: ``pytest --hypothesis-profile=deep`` searches longer."""
 
+import asyncio
+import logging
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,68 @@ def smollm2() -> Path:
     if not path.exists():
         pytest.skip(f"{path} is absent: run `make model`")
     return path
+
+
+@pytest.fixture(scope="session")
+def run_pipeline():
+    """Callable: serve prompts of token ids on a model with knobs; the session's Report."""
+    from memkv_pp.formats import parse_pair
+    from memkv_pp.kv_policy import layer_formats
+    from memkv_pp.model.metadata import open_geometry
+    from memkv_pp.serve.build import Knobs, build_config
+    from memkv_pp.serve.session import generate
+    from memkv_pp.sizing import CacheOptions
+    from memkv_pp.wire import Request, Sampling
+
+    def run(
+        model,
+        prompts,
+        *,
+        kv="f32:f32",
+        max_new=8,
+        options=None,
+        temperature=0.0,
+        end_ids=frozenset(),
+        **knobs,
+    ):
+        geometry = open_geometry(model)
+        config = build_config(
+            Knobs(
+                model=str(model),
+                geometry=geometry,
+                formats=layer_formats(geometry, kv=parse_pair(kv)),
+                options=options or CacheOptions(),
+                rows=tuple(len(prompt) + max_new - 1 for prompt in prompts),
+                **({"dtype": "f32"} | knobs),
+            )
+        )
+        requests = [
+            Request(
+                request=index,
+                prompt=tuple(prompt),
+                max_new=max_new,
+                sampling=Sampling(temperature=temperature, seed=7, prompt_index=index),
+                end_ids=end_ids,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        return asyncio.run(generate(config, requests))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """A Ray of this machine for one test module, with more CPUs than it has."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=16,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=100 * 1024**2,
+    )
+    yield
+    ray.shutdown()

@@ -156,7 +156,7 @@ class Coordinator:
             raise InternalError(f"no request is left, but the stages use {self._used}")
 
     def _arrived(self, request: Request, commands: list[Command]) -> None:
-        if request.request in self._live or request.request in self._waiting:
+        if self._knows(request.request):
             raise InternalError(f"request {request.request} arrived twice")
         refusal = self._refusal(request)
         if refusal is not None:
@@ -169,15 +169,24 @@ class Coordinator:
             short = self.ledger.short_now(self._policy.rows(request))
             commands.append(Wait(request.request, short))
 
+    def _knows(self, request: int) -> bool:
+        """Whether it has not been released: plans in flight may still name it."""
+        return (
+            request in self._live
+            or request in self._waiting
+            or request in self._closing
+            or any(request in flying.plan.closed for flying in self._flying)
+        )
+
     def _refusal(self, request: Request) -> Refuse | None:
         """Why the request can never be served, or None."""
         which, rows = request.request, self._policy.rows(request)
         vocabulary = self.config.vocabulary_size
-        if min(request.prompt) < 0 or (vocabulary and max(request.prompt) >= vocabulary):
-            return Refuse(which, "token", f"a prompt token is not in [0, {vocabulary})")
         limit = self.config.context_tokens
         if not request.prompt:
             return Refuse(which, "empty_prompt", "the prompt has no tokens", "give it some text")
+        if min(request.prompt) < 0 or (vocabulary and max(request.prompt) >= vocabulary):
+            return Refuse(which, "token", f"a prompt token is not in [0, {vocabulary})")
         if request.max_new < 1:
             return Refuse(which, "max_new", f"--max-new: {request.max_new} is below 1")
         if self._lost is not None:
@@ -244,6 +253,7 @@ class Coordinator:
                 if token is None:
                     raise InternalError(f"plan {flying.plan.number} brought too few tokens")
                 self._drawn(sequence, token, commands)
+        self._suspects.difference_update(flying.plan.closed)
         commands.extend(Release(request) for request in flying.plan.closed)
 
     def _drawn(self, sequence: LiveSequence, token: int, commands: list[Command]) -> None:
@@ -277,6 +287,7 @@ class Coordinator:
         if request in self._waiting:
             del self._waiting[request]
             commands.extend((Emit(request, None, "cancelled"), Release(request)))
+            self._admit_waiting(commands)
         elif request in self._live:
             self._finish(request, "cancelled", commands)
 
@@ -344,7 +355,6 @@ class Coordinator:
         on_stages: list[int] = []
         for request in closed:
             self.ledger.release(request)
-            self._suspects.discard(request)
             rows = self._open_rows.pop(request, 0)
             if rows:
                 on_stages.append(request)

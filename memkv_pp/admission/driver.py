@@ -6,10 +6,11 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from memkv_pp import errors
 from memkv_pp.admission.coordinator import Coordinator
 from memkv_pp.admission.ports import StagePort
 from memkv_pp.clock import Clock
-from memkv_pp.errors import CapacityError, MemkvError, StageError
+from memkv_pp.errors import CapacityError, ConfigError, MemkvError, StageError
 from memkv_pp.wire import (
     Arrived,
     Cancelled,
@@ -33,6 +34,15 @@ def _error_classes(root: type[MemkvError]) -> dict[str, type[MemkvError]]:
 
 
 _ERRORS = _error_classes(MemkvError)
+
+
+def _refused_as(refuse: Refuse) -> MemkvError:
+    """The error that tells a caller of a refusal: what it lacks, what is lost, or what to mend."""
+    if refuse.reason in ("capacity", "context"):
+        return CapacityError(refuse.message, refuse.hint, refuse.stages)
+    if refuse.reason == "stage_lost":
+        return errors.StageLost(refuse.message, refuse.hint)
+    return ConfigError(refuse.message, refuse.hint)
 
 
 @dataclass(slots=True)
@@ -59,9 +69,9 @@ class Driver:
     one was lost.
     """
 
-    def __init__(self, coordinator: Coordinator, port: StagePort, clock: Clock) -> None:
+    def __init__(self, coordinator: Coordinator, clock: Clock) -> None:
         self._coordinator = coordinator
-        self._port = port
+        self._port: StagePort | None = None
         self._clock = clock
         self._completions: dict[int, Completion] = {}
         self._released: dict[int, asyncio.Event] = {}
@@ -83,9 +93,10 @@ class Driver:
         """Stop ``request``; takes effect in the next plan."""
         self._handle(Cancelled(request))
 
-    def start(self) -> None:
-        """Begin to take the stages' events."""
-        self._pump = asyncio.create_task(self._run())
+    def start(self, port: StagePort) -> None:
+        """Begin to take the events of the stages behind ``port``."""
+        self._port = port
+        self._pump = asyncio.create_task(self._run(port))
 
     async def wait_ready(self) -> None:
         """Until every stage has loaded, or one is lost; raises what the driver itself died of."""
@@ -119,9 +130,9 @@ class Driver:
             await completion.finished.wait()
             await self._released[completion.request.request].wait()
 
-    async def _run(self) -> None:
+    async def _run(self, port: StagePort) -> None:
         while True:
-            event = await self._port.receive()
+            event = await port.receive()
             self._handle(event)
             if isinstance(event, StepDone):
                 self.compute_ns[event.stage] += event.compute_ns
@@ -141,6 +152,7 @@ class Driver:
         for command in self._coordinator.handle(event, self._clock.now()):
             match command:
                 case SendPlan():
+                    assert self._port is not None
                     self._port.send(command.plan)
                 case Emit():
                     self._emit(command)
@@ -167,6 +179,6 @@ class Driver:
     def _refuse(self, refuse: Refuse) -> None:
         completion = self._completions[refuse.request]
         completion.finish_reason = "refused"
-        completion.error = CapacityError(refuse.message, refuse.hint, refuse.stages)
+        completion.error = _refused_as(refuse)
         completion.finished.set()
         self._released[refuse.request].set()

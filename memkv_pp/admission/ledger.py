@@ -5,6 +5,7 @@ A charge is atomic over all stages: it is made on each of them or on none.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 from memkv_pp.errors import DoubleRelease, InternalError, StageShortfall
 from memkv_pp.sizing import Footprint, StageSizing
@@ -39,7 +40,7 @@ class Ledger:
         self._charges: dict[int, tuple[Footprint, ...]] = {}
         self._footprints: dict[int, tuple[Footprint, ...]] = {}
         self._refused_releases = 0
-        self._grid = min(sizing.options.block_tokens for sizing in sizings)
+        self._grid = gcd(*(sizing.options.record_rows for sizing in sizings))
 
     @property
     def num_stages(self) -> int:

@@ -12,9 +12,13 @@ from memkv_pp.errors import InternalError, ModelError
 from memkv_pp.geometry import LayerKind, ModelGeometry
 from memkv_pp.pools import Pool
 from memkv_pp.sizing import Footprint, StageSizing
+from memkv_pp.units import ceil_div
 from memkv_pp.wire import PoolBytes, Rows
 
 SERVED_KINDS = (LayerKind.FULL,)
+
+# Rows that are unpacked at a time: few calls for many short sequences, bounded memory for long ones.
+GATHER_ROWS = 8192
 
 
 @dataclass(slots=True)
@@ -37,13 +41,31 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Gather:
+    """Segments whose cached rows are unpacked together.
+
+    ``records`` are those of all, one segment's after another's; ``starts`` says at which of the
+    unpacked rows each segment's begin.
+    """
+
+    records: torch.Tensor
+    segments: tuple[Segment, ...]
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of a step: position, record and row in the record of each (int64 [T])."""
+    """The rows of a step: position, record and row in the record of each (int64 [T]).
+
+    A negative record is a row of padding: it writes nothing. ``segments`` are in the order of
+    their rows; ``gathers`` has each of them once, in that order.
+    """
 
     positions: torch.Tensor
     records: torch.Tensor
     rows: torch.Tensor
     segments: tuple[Segment, ...]
+    gathers: tuple[Gather, ...]
 
 
 class StageCache:
@@ -156,7 +178,11 @@ class StageCache:
             return torch.nn.functional.pad(column[first:last], (0, missing), value=value)
 
         return Batch(
-            pad(batch.positions, 0), pad(batch.records, -1), pad(batch.rows, 0), tuple(segments)
+            pad(batch.positions, 0),
+            pad(batch.records, -1),
+            pad(batch.rows, 0),
+            tuple(segments),
+            self._gathers(segments),
         )
 
     def append_and_attend(
@@ -180,12 +206,13 @@ class StageCache:
         ops.append(view.v, batch.records, batch.rows, value_THD)
         out = query_THD.new_zeros(*query_THD.shape[:2], view.v.head_size)
         kernel = ops.attend_fixed if fixed else ops.attend
-        for segment in batch.segments:
-            rows = slice(segment.first, segment.first + segment.num_rows)
-            used = segment.records[: -(-segment.length // self._sizing.options.record_rows)]
-            key = ops.gather(view.k, used, segment.length, query_THD.dtype)
-            value = ops.gather(view.v, used, segment.length, query_THD.dtype)
-            out[rows] = kernel(query_THD[rows], key, value, scale)
+        for gather in batch.gathers:
+            key_HLD = ops.gather(view.k, gather.records, query_THD.dtype)
+            value_HLD = ops.gather(view.v, gather.records, query_THD.dtype)
+            for segment, start in zip(gather.segments, gather.starts, strict=True):
+                rows = slice(segment.first, segment.first + segment.num_rows)
+                held = slice(start, start + segment.length)
+                out[rows] = kernel(query_THD[rows], key_HLD[:, held], value_HLD[:, held], scale)
         return out
 
     def release(self) -> None:
@@ -236,4 +263,30 @@ class StageCache:
         spans = [torch.arange(s.length - s.num_rows, s.length, device=device) for s in kept]
         records = [s.records[p // block] for s, p in zip(kept, spans, strict=True)]
         positions = torch.cat([none, *spans])
-        return Batch(positions, torch.cat([none, *records]), positions % block, kept)
+        return Batch(
+            positions,
+            torch.cat([none, *records]),
+            positions % block,
+            kept,
+            self._gathers(kept),
+        )
+
+    def _gathers(self, segments: Sequence[Segment]) -> tuple[Gather, ...]:
+        block = self._sizing.options.record_rows
+        gathers: list[Gather] = []
+        records: list[torch.Tensor] = []
+        starts: list[int] = []
+        first = at = 0
+        for index, segment in enumerate(segments):
+            used = segment.records[: ceil_div(segment.length, block)]
+            if records and at + len(used) * block > GATHER_ROWS:
+                gathers.append(
+                    Gather(torch.cat(records), tuple(segments[first:index]), tuple(starts))
+                )
+                records, starts, first, at = [], [], index, 0
+            records.append(used)
+            starts.append(at)
+            at += len(used) * block
+        if records:
+            gathers.append(Gather(torch.cat(records), tuple(segments[first:]), tuple(starts)))
+        return tuple(gathers)

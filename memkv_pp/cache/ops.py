@@ -68,15 +68,18 @@ def append(
         side.scales[records_T, :, rows_T] = scales
 
 
-def gather(
-    side: SideView, records_N: torch.Tensor, num_rows: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """The first ``num_rows`` rows of ``records_N``, unpacked: [H, num_rows, D] in ``dtype``."""
-    codes = side.codes.index_select(0, records_N)
-    scales = side.scales.index_select(0, records_N)
-    rows_NHBD = decode(side.format, codes, scales, side.head_size, dtype)
-    _, heads, _, size = rows_NHBD.shape
-    return rows_NHBD.transpose(0, 1).reshape(heads, -1, size)[:, :num_rows]
+def gather(side: SideView, records_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """All rows of ``records_N``, unpacked in order: [H, N * B, D] in ``dtype``.
+
+    Rows that were never written come out as anything, NaN included: do not read them.
+    """
+
+    # Heads move to the front while the rows are packed, when that moves the fewest bytes.
+    def taken(part: torch.Tensor) -> torch.Tensor:
+        return part.index_select(0, records_N).transpose(0, 1).contiguous()
+
+    rows_HNBD = decode(side.format, taken(side.codes), taken(side.scales), side.head_size, dtype)
+    return rows_HNBD.flatten(1, 2)
 
 
 def attend(
@@ -93,7 +96,7 @@ def attend(
     query = query_THD.transpose(0, 1).reshape(heads, group * num_rows, -1)
     mask = None
     if num_rows > 1:
-        mask = _causal_mask(num_rows, length, length, query.device).repeat(group, 1)
+        mask = _causal_mask(num_rows, length - num_rows, length, query.device).repeat(group, 1)
     out = torch.nn.functional.scaled_dot_product_attention(
         query[None], key_HLD[None], value_HLD[None], attn_mask=mask, scale=scale
     )[0]
@@ -115,20 +118,19 @@ def attend_fixed(
     query = query_THD.new_zeros(FIXED_ROWS, heads * group, size, dtype=torch.float32)
     query[:num_rows] = query_THD
     query = query.transpose(0, 1).reshape(heads, group * FIXED_ROWS, size)
-    tiles = -(-length // FIXED_KEYS)
-    mask_RL = _causal_mask(
-        FIXED_ROWS, length - num_rows + FIXED_ROWS, tiles * FIXED_KEYS, query.device
-    )
-    mask_RL[num_rows:] = mask_RL[num_rows - 1]
+    first = length - num_rows
     top = query.new_full((heads, group * FIXED_ROWS, 1), float("-inf"))
     total = torch.zeros_like(top)
     out = query.new_zeros(heads, group * FIXED_ROWS, value_HLD.shape[2])
-    for tile in range(tiles):
-        keys = slice(tile * FIXED_KEYS, (tile + 1) * FIXED_KEYS)
+    for begin in range(0, length, FIXED_KEYS):
+        keys = slice(begin, begin + FIXED_KEYS)
         key = _padded(key_HLD[:, keys])
         value = _padded(value_HLD[:, keys])
         scores = torch.bmm(query, key.transpose(1, 2)) * scale
-        scores.masked_fill_(~mask_RL[:, keys].repeat(group, 1), float("-inf"))
+        if keys.stop > first + 1:
+            hidden = ~_causal_mask(FIXED_ROWS, first - begin, FIXED_KEYS, query.device)
+            hidden[num_rows:] = hidden[num_rows - 1]
+            scores.view(heads, group, FIXED_ROWS, FIXED_KEYS).masked_fill_(hidden, float("-inf"))
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         weights = torch.exp(scores - new_top)
         shrink = torch.exp(top - new_top)
@@ -139,9 +141,9 @@ def attend_fixed(
     return out[:num_rows].to(query_THD.dtype)
 
 
-def _causal_mask(num_rows: int, length: int, num_keys: int, device: torch.device) -> torch.Tensor:
-    """bool [num_rows, num_keys]: row r of the last ``num_rows`` of ``length`` sees keys up to itself."""
-    positions = torch.arange(length - num_rows, length, device=device)
+def _causal_mask(num_rows: int, first: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    """bool [num_rows, num_keys]: row r, at position ``first + r``, sees keys up to itself."""
+    positions = torch.arange(first, first + num_rows, device=device)
     return torch.arange(num_keys, device=device)[None, :] <= positions[:, None]
 
 

@@ -78,6 +78,10 @@ class RayStages:
             self._watchers.append(asyncio.create_task(self._watch(stage, actor.run.remote(wiring))))
         return self._port
 
+    def pids(self) -> tuple[int, ...]:
+        """The actors' processes, on whichever nodes they run."""
+        return tuple(placement.pid for placement in self._placements)
+
     async def statistics(self) -> tuple[StageStatistics, ...]:
         """Every stage's own account."""
         found = await asyncio.to_thread(

@@ -1,6 +1,7 @@
 """The local backend: a thread per stage in this process, queues between them."""
 
 import asyncio
+import os
 import threading
 from functools import partial
 
@@ -52,6 +53,10 @@ class LocalStages:
             self._threads.append(thread)
             thread.start()
         return port
+
+    def pids(self) -> tuple[int, ...]:
+        """This process, for every stage."""
+        return (os.getpid(),) * self._config.num_stages
 
     async def statistics(self) -> tuple[StageStatistics, ...]:
         """Every stage's own account."""

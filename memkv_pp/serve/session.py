@@ -67,6 +67,44 @@ def make_stages(config: PipelineConfig) -> Stages:
     return LocalStages(config)
 
 
+class Pipeline:
+    """Coordinator, driver and stages of one configuration: ``async with Pipeline(config) as p``.
+
+    Requests submitted before ``start`` share plans in an order that does not depend on timing.
+    """
+
+    def __init__(self, config: PipelineConfig, clock: Clock | None = None) -> None:
+        self.config = config
+        self.clock = clock or SystemClock()
+        self.coordinator = make_coordinator(config)
+        self.stages = make_stages(config)
+        self.driver = Driver(self.coordinator, self.clock)
+
+    async def __aenter__(self) -> "Pipeline":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.driver.stop()
+        await self.stages.close()
+
+    async def start(self) -> None:
+        """Start the stages, and wait until each has loaded or one is lost."""
+        self.driver.start(await self.stages.open())
+        await self.driver.wait_ready()
+
+    async def statistics(self) -> tuple[StageStatistics, ...]:
+        """Every stage's account, after all books were compared; empty when a stage is lost.
+
+        Only while no plan is in flight. Raises InternalError when books do not agree.
+        """
+        self.coordinator.check()
+        if self.coordinator.lost is not None:
+            return ()
+        statistics = await self.stages.statistics()
+        check_stages(self.config, self.coordinator, statistics)
+        return statistics
+
+
 async def generate(
     config: PipelineConfig, requests: Sequence[Request], clock: Clock | None = None
 ) -> Report:
@@ -75,34 +113,22 @@ async def generate(
     Every request ends in its completion, refused and failed ones too. Raises InternalError when
     the books of coordinator, ledger and stages do not agree afterwards.
     """
-    clock = clock or SystemClock()
-    coordinator = make_coordinator(config)
-    stages = make_stages(config)
-    began = clock.now()
-    try:
-        port = await stages.open()
-        driver = Driver(coordinator, port, clock)
+    async with Pipeline(config, clock) as pipeline:
+        driver, now = pipeline.driver, pipeline.clock.now
+        began = now()
         completions = [driver.submit(request) for request in requests]
-        driver.start()
-        await driver.wait_ready()
-        ready = clock.now()
+        await pipeline.start()
+        ready = now()
         await driver.wait(completions)
-        ended = clock.now()
-        await driver.stop()
-        coordinator.check()
-        statistics: tuple[StageStatistics, ...] = ()
-        if driver.all_ready.is_set() and not coordinator.lost:
-            statistics = await stages.statistics()
-            check_stages(config, coordinator, statistics)
-    finally:
-        await stages.close()
+        ended = now()
+        statistics = await pipeline.statistics()
     firsts = [c.first_token_s for c in completions if c.first_token_s is not None]
     first = max(firsts, default=ready)
     drawn = sum(len(c.tokens) for c in completions)
     return Report(
         completions=tuple(completions),
         stages=statistics,
-        promised_bytes=coordinator.ledger.statistics().promised_bytes,
+        promised_bytes=pipeline.coordinator.ledger.statistics().promised_bytes,
         timing=Timing(
             load_s=ready - began,
             prefill_s=first - ready,
@@ -117,7 +143,7 @@ async def generate(
 def check_stages(
     config: PipelineConfig, coordinator: Coordinator, stages: Sequence[StageStatistics]
 ) -> None:
-    """Raise InternalError unless sized = allocated = promised, and nothing is left in use."""
+    """Raise InternalError unless sized = allocated = promised on every stage."""
     for sizing, units, stage in zip(config.sizings(), config.units, stages, strict=True):
         check_equal_bytes(
             stage.stage,

@@ -13,6 +13,10 @@ class Stages(Protocol):
         """Start every stage; they announce themselves on the port once they have loaded."""
         ...
 
+    def pids(self) -> tuple[int, ...]:
+        """The process of each stage."""
+        ...
+
     async def statistics(self) -> tuple[StageStatistics, ...]:
         """Every stage's own account, after its own ``check``; only while no plan is in flight."""
         ...
