@@ -68,7 +68,16 @@ HELP = {"-h", "--help", "--json"}
             | SHARED
             | HELP,
         ),
+        (
+            "generate",
+            {"model", "--prompt", "--prompt-file", "--chat", "--ctx", "--sequences", "--kv-bytes"}
+            | {"--stages", "--backend", "--link", "--devices", "--waves", "--threads", "--max-new"}
+            | {"--temperature", "--top-p", "--seed", "--deterministic"}
+            | SHARED
+            | HELP,
+        ),
         ("doctor", HELP),
+        ("bench", {"--suite", "--model", "--rounds"} | HELP),
     ],
 )
 def test_a_flag_comes_or_goes_only_on_purpose(command, flags):

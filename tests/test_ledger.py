@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,6 +21,9 @@ from memkv_pp.testing.fakes import tiny_sizings
 from memkv_pp.wire import Admit, Arrived, Refuse, Request, Wait
 
 SIZINGS = tiny_sizings()
+FIND_ONLY = settings(
+    phases=[Phase.generate], report_multiple_bugs=False, max_examples=50, database=None
+)
 # Units of (full, window, state) per stage: 8 blocks of 4 tokens, slots for two sequences.
 UNITS = (Footprint(8, 0, 0), Footprint(8, 0, 0), Footprint(8, 8, 4))
 
@@ -348,4 +351,4 @@ def test_the_machine_finds_a_ledger_that_charges_one_stage_less():
         ledger_class = ForgetfulLedger
 
     with pytest.raises(AssertionError, match="holds other bytes"):
-        run_state_machine_as_test(Forgetful, settings=settings(max_examples=20, database=None))
+        run_state_machine_as_test(Forgetful, settings=FIND_ONLY)

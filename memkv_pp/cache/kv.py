@@ -138,9 +138,11 @@ class StageCache:
     def extend(self, rows: Sequence[Rows]) -> Batch:
         """Take records for the new rows of each sequence, and say where every row goes.
 
-        InternalError, with nothing taken, when a sequence is not as long as the plan says;
-        OutOfRecords when the pool is empty, which the ledger rules out.
+        InternalError, with nothing taken, when a sequence is not as long as the plan says or comes
+        twice; OutOfRecords when the pool is empty, which the ledger rules out.
         """
+        if len({entry.sequence for entry in rows}) != len(rows):
+            raise InternalError(f"a sequence comes twice in the rows {list(rows)}")
         for entry in rows:
             table = self._table(entry.sequence)
             if table.length != entry.start:

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from memkv_pp import __version__
-from memkv_pp.cli import doctor, generate, output, plan, size
+from memkv_pp.cli import bench, doctor, generate, output, plan, size
 from memkv_pp.errors import ConfigError, MemkvError
 
-COMMANDS = (size, plan, generate, doctor)
+COMMANDS = (size, plan, generate, doctor, bench)
 
 
 class UsageError(ConfigError):

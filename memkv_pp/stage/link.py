@@ -6,6 +6,7 @@ of the plan that was asked for.
 
 import json
 import queue
+import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
@@ -21,6 +22,10 @@ Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 HIDDEN = "hidden"
 
+CLOSE_POLL_MS = 100
+
+_DTYPES = {str(d)[6:]: d for d in (torch.float32, torch.float16, torch.bfloat16)}
+
 # torch ships no type stubs for stores and process groups
 _DIST: Any = dist
 
@@ -29,7 +34,7 @@ class Sender(Protocol):
     """The upstream end."""
 
     def send(self, plan: int, tensors: Tensors) -> None:
-        """Hand over the tensors of ``plan``; they may be changed once this returns."""
+        """Hand over the tensors of ``plan``; the sender gives them away and changes them no more."""
         ...
 
     def close(self) -> None:
@@ -59,6 +64,18 @@ def _check(plan: int, found_plan: int, found: Expected, expected: Expected) -> N
         raise InternalError(f"plan {plan}: the boundary brought {found}, expected {expected}")
 
 
+def _read_head(data: bytes) -> tuple[int, Expected]:
+    try:
+        head = json.loads(data)
+        found = {
+            str(name): (tuple(map(int, shape)), _DTYPES[dtype])
+            for name, dtype, shape in head["tensors"]
+        }
+        return int(head["plan"]), found
+    except (ValueError, TypeError, KeyError) as error:
+        raise InternalError(f"a boundary message has no readable head: {data[:64]!r}") from error
+
+
 def _described(tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
@@ -72,20 +89,21 @@ class QueueLink:
         )
 
     def send(self, plan: int, tensors: Tensors) -> None:
-        """Put the tensors into the queue; the sender gives them away."""
+        """Put the tensors into the queue."""
         self._queue.put((plan, dict(tensors)))
 
     def receive(self, plan: int, expected: Expected) -> dict[str, torch.Tensor]:
         """Take the next message."""
         item = self._queue.get()
         if item is None:
+            self._queue.put(None)
             raise StageLost(f"the link was closed while plan {plan} was awaited")
         found_plan, tensors = item
         _check(plan, found_plan, _described(tensors), expected)
         return tensors
 
     def close(self) -> None:
-        """Wake the receiver."""
+        """Wake the receiver, now and whenever it comes again."""
         self._queue.put(None)
 
 
@@ -124,6 +142,8 @@ class ZmqReceiver:
     def __init__(self, bind: str, keys: "CurveKeys | None" = None) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
+        self._receiving = threading.Lock()
+        self._closing = threading.Event()
         self._socket.setsockopt(zmq.RCVHWM, 0)
         if keys is not None:
             keys.secure_server(self._socket)
@@ -132,24 +152,28 @@ class ZmqReceiver:
 
     def receive(self, plan: int, expected: Expected) -> dict[str, torch.Tensor]:
         """Wait for the next message and rebuild its tensors."""
-        try:
-            frames = self._socket.recv_multipart(copy=False)
-        except zmq.ZMQError as error:
-            raise StageLost(f"the link was closed while plan {plan} was awaited") from error
-        head = json.loads(frames[0].bytes)
-        found = {
-            name: (tuple(shape), getattr(torch, dtype)) for name, dtype, shape in head["tensors"]
-        }
-        _check(plan, head["plan"], found, expected)
+        frames = self._next_message(plan)
+        found_plan, found = _read_head(frames[0].bytes)
+        _check(plan, found_plan, found, expected)
         tensors: dict[str, torch.Tensor] = {}
         for (name, (shape, dtype)), frame in zip(found.items(), frames[1:], strict=True):
             flat = torch.frombuffer(bytearray(frame.buffer), dtype=torch.uint8)
             tensors[name] = flat.view(dtype).reshape(shape)
         return tensors
 
+    def _next_message(self, plan: int) -> list[zmq.Frame]:
+        with self._receiving:
+            # A socket belongs to one thread at a time: `close` asks, and waits for the lock.
+            while not self._closing.is_set():
+                if self._socket.poll(CLOSE_POLL_MS):
+                    return self._socket.recv_multipart(copy=False)
+        raise StageLost(f"the link was closed while plan {plan} was awaited")
+
     def close(self) -> None:
-        """Close the socket."""
-        self._context.destroy(linger=0)
+        """Close the socket, once a blocked ``receive`` has let go of it."""
+        self._closing.set()
+        with self._receiving:
+            self._context.destroy(linger=0)
 
 
 class CurveKeys:
@@ -201,7 +225,8 @@ class ProcessGroupLink:
 
     One communicator per generation, with a store prefix of its own. Tensors travel without a
     header: shapes and dtypes come from the plan on both sides. A gloo send waits for the peer's
-    receive, so sends are posted and awaited before the next one.
+    receive, so sends are posted and awaited before the next one. ``host`` is this stage's own
+    address (gloo), by default the rendezvous'; ``device`` is where tensors travel from and to.
     """
 
     def __init__(
@@ -212,6 +237,7 @@ class ProcessGroupLink:
         *,
         store_host: str,
         store_port: int,
+        host: str | None = None,
         generation: int = 0,
         device: torch.device | None = None,
         timeout_s: float = 300.0,
@@ -224,14 +250,14 @@ class ProcessGroupLink:
         self._stage = stage
         self._device = device or torch.device("cpu")
         make = _nccl_group if kind == "nccl" else _gloo_group
-        self._group = make(store, stage, num_stages, store_host, timeout)
+        self._group = make(store, stage, num_stages, host or store_host, timeout)
         self._posted: list[tuple[dist.Work, list[torch.Tensor]]] = []
 
     def send(self, plan: int, tensors: Tensors) -> None:
         """Post the sends to the next stage, once the ones before are through."""
         self._finish_sends()
         for name in sorted(tensors):
-            data = [tensors[name].contiguous()]
+            data = [tensors[name].to(self._device).contiguous()]
             self._posted.append((self._group.send(data, self._stage + 1, 0), data))
 
     def receive(self, plan: int, expected: Expected) -> dict[str, torch.Tensor]:

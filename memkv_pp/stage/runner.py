@@ -10,6 +10,22 @@ import torch
 from memkv_pp.cache.kv import Batch, StageCache
 from memkv_pp.cache.ops import FIXED_ROWS
 from memkv_pp.model.adapters.base import StageModel
+from memkv_pp.units import ceil_div
+
+# torch's element-wise kernels give a thread at least so many elements, and take them in steps of
+# two vectors of at most 64 bytes: 64 elements of 2 bytes. What is left over is computed apart.
+GRAIN_ELEMENTS = 32768
+STEP_ELEMENTS = 64
+
+
+def splits_evenly(width: int, threads: int) -> bool:
+    """Whether an element-wise kernel over FIXED_ROWS rows of ``width`` has no vector tails.
+
+    Elements of a tail may differ in the last bit from the same elements inside a vector.
+    """
+    elements = FIXED_ROWS * width
+    parts = min(threads, ceil_div(elements, GRAIN_ELEMENTS))
+    return ceil_div(elements, parts) % STEP_ELEMENTS == 0
 
 
 class Runner:
@@ -45,6 +61,36 @@ class Runner:
             for block in hidden_RH.split(FIXED_ROWS)
         ]
         return torch.cat(blocks)
+
+    def find_uneven_rows(self, *, head: bool) -> str | None:
+        """Where FIXED_ROWS equal rows come out unequal, or None: every layer is tried, and the head.
+
+        Attention is left out: each row's values stand for its result. A library may split a
+        product over threads so that a row's bits depend on its place; no size tells.
+        """
+
+        def values(
+            layer: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            scale: float,
+        ) -> torch.Tensor:
+            return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+        model = self._model
+        row = torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(0))
+        hidden = row.to(model.device, model.dtype).repeat(FIXED_ROWS, 1)
+        rotary = model.rotary(torch.full((FIXED_ROWS,), 7, device=model.device))
+        for layer in self._layers:
+            hidden = model.run_layer(layer, hidden, rotary, values)
+            if not torch.equal(hidden, hidden[:1].expand_as(hidden)):
+                return f"layer {layer}"
+        if head:
+            logits = model.head(hidden)
+            if not torch.equal(logits, logits[:1].expand_as(logits)):
+                return "the head"
+        return None
 
     def _run_rows(self, batch: Batch, hidden_TH: torch.Tensor) -> torch.Tensor:
         def attend(

@@ -13,7 +13,7 @@ from memkv_pp.config import PipelineConfig
 from memkv_pp.errors import ConfigError, InternalError, PlanOrderError, StageClosed
 from memkv_pp.model.adapters import load_stage
 from memkv_pp.stage import memory
-from memkv_pp.stage.runner import Runner
+from memkv_pp.stage.runner import FIXED_ROWS, Runner, splits_evenly
 from memkv_pp.stage.sampler import draw_token
 from memkv_pp.wire import Plan, Sampling, StepDone
 
@@ -75,12 +75,9 @@ class StageRuntime:
                 config.units[stage],
                 max_sequences=config.max_sequences,
             )
-        if config.deterministic and self._model.hidden_size % 32:
-            raise ConfigError(
-                f"--deterministic: a hidden size of {self._model.hidden_size} is no multiple of 32",
-                "element-wise functions would differ on vector tails",
-            )
         self._runner = Runner(self._model, self._cache, layers, deterministic=config.deterministic)
+        if config.deterministic:
+            self._check_deterministic()
         self._samplings: dict[int, Sampling] = {}
         self._next_plan = 0
         self._layers_run = 0
@@ -177,8 +174,32 @@ class StageRuntime:
         self._closed = True
         self._cache.release()
 
+    def _check_deterministic(self) -> None:
+        hidden, threads = self._model.hidden_size, self._config.threads
+        if hidden % 32:
+            raise ConfigError(
+                f"--deterministic: a hidden size of {hidden} is no multiple of 32",
+                "element-wise functions would differ on vector tails",
+            )
+        width = self._model.intermediate_size
+        if not splits_evenly(width, threads):
+            raise ConfigError(
+                f"--deterministic: {FIXED_ROWS} rows of the intermediate size {width} leave vector"
+                f" tails on {threads} threads, where activations differ",
+                "use fewer --threads" if splits_evenly(width, 1) else "serve without it",
+            )
+        with torch.inference_mode():
+            where = self._runner.find_uneven_rows(head=self._last)
+        if where is not None:
+            raise ConfigError(
+                f"--deterministic: equal rows came out of {where} unequal on {threads} threads",
+                "this machine's matrix products depend on a row's place: use fewer --threads",
+            )
+
     def _inputs(self, plan: Plan, hidden_TH: torch.Tensor | None) -> torch.Tensor:
         device = self._device.torch_device
+        if sum(rows.num_rows for rows in plan.rows) != plan.num_rows:
+            raise InternalError(f"plan {plan.number}: {plan.num_rows} tokens do not fill its rows")
         if self._first:
             limit = self._model.vocabulary_size
             if min(plan.tokens) < 0 or max(plan.tokens) >= limit:

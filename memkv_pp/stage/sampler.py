@@ -29,8 +29,10 @@ def draw_token(logits_V: torch.Tensor, sampling: Sampling, position: int) -> int
     """
     if sampling.temperature <= 0.0:
         return int(torch.argmax(logits_V))
-    logits = logits_V.double().cpu().numpy() / sampling.temperature
-    weights = np.exp(logits - logits.max())
+    logits = logits_V.double().cpu().numpy()
+    # The largest comes off first: at any temperature the quotients are at most 0, or -inf.
+    with np.errstate(over="ignore"):
+        weights = np.exp((logits - logits.max()) / sampling.temperature)
     order = np.argsort(-weights, kind="stable")
     mass = np.cumsum(weights[order])
     kept = int(np.searchsorted(mass, sampling.top_p * mass[-1])) + 1

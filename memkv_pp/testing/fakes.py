@@ -156,6 +156,8 @@ class FakeStage:
 
     def check(self) -> None:
         """Raise InternalError unless pools and lengths agree."""
+        for pool in self._pools:
+            pool.check()
         total = Footprint()
         for held in self._open.values():
             total = total.plus(self.sizing.footprint(held.length))
@@ -164,8 +166,6 @@ class FakeStage:
                 f"stage {self.sizing.stage}: footprints of open sequences {total} != used"
                 f" {self.used()}"
             )
-        for pool in self._pools:
-            pool.check()
 
     def _answer(self, plan: Plan) -> StepDone:
         sizing, used = self.sizing, self.used()

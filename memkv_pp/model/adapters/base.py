@@ -91,6 +91,7 @@ class StageModel:
     ) -> None:
         self.family = family
         self.hidden_size: int = config.hidden_size
+        self.intermediate_size: int = config.intermediate_size
         self.vocabulary_size: int = config.vocab_size
         self.dtype = dtype
         self.device = device

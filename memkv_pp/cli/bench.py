@@ -1,0 +1,66 @@
+"""``memkv-pp bench``: our figures beside a peer's, as ratios of one run."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from memkv_pp.cli import options
+from memkv_pp.cli.output import Table, write_message, write_result
+from memkv_pp.errors import ConfigError
+
+SUITES = ("pipeline",)
+DEFAULT_MODEL = ".models/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``bench`` to the subcommands."""
+    parser = commands.add_parser(
+        "bench",
+        help="speed as ratios: above 1 ours is better",
+        description="Measure ours and a peer in one run, in turns, once both give the same answer.",
+        epilog="examples:\n  memkv-pp bench\n  memkv-pp bench --suite pipeline --rounds 5 --json",
+    )
+    parser.add_argument(
+        "--suite", choices=SUITES, default=None, help="one suite (default: all of them)"
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", default=DEFAULT_MODEL, help="weights (default %(default)s)"
+    )
+    parser.add_argument("--rounds", metavar="N", type=int, default=3, help="rounds (default 3)")
+    options.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the suites and write their rows."""
+    options.at_least_one("--rounds", args.rounds)
+    model = Path(args.model)
+    if not model.exists():
+        raise ConfigError(f"--model: {model} does not exist", "run `make model`, or name a model")
+    from memkv_pp.bench import pipeline
+
+    rows: list[dict[str, Any]] = []
+    for row in pipeline.run(model, rounds=args.rounds):
+        write_message(f"{row.name}: {row.ours:.3f} {row.unit}, ratio {row.ratio:.2f}")
+        rows.append(asdict(row))
+    columns = ("name", "ours", "unit", "peer", "peer value", "ratio", "threads")
+    table = Table(
+        title="",
+        columns=columns,
+        rows=[
+            (
+                row["name"],
+                f"{row['ours']:.3f}",
+                row["unit"],
+                row["peer"],
+                f"{row['peer_value']:.3f}",
+                f"{row['ratio']:.2f}",
+                str(row["threads"]),
+            )
+            for row in rows
+        ],
+        numbers=frozenset({"ours", "peer value", "ratio", "threads"}),
+    )
+    write_result("bench", {"rows": rows}, [table], as_json=args.json)
+    return 0
