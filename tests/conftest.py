@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -46,6 +47,7 @@ def run_pipeline():
         **knobs,
     ):
         geometry = open_geometry(model)
+        said: dict[str, Any] = {"dtype": "f32"} | knobs
         config = build_config(
             Knobs(
                 model=str(model),
@@ -53,7 +55,7 @@ def run_pipeline():
                 formats=layer_formats(geometry, kv=parse_pair(kv)),
                 options=options or CacheOptions(),
                 rows=tuple(len(prompt) + max_new - 1 for prompt in prompts),
-                **({"dtype": "f32"} | knobs),
+                **said,
             )
         )
         requests = [

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -184,6 +185,7 @@ def corrupt_charge(pipeline):
 def test_corrupting_any_one_of_the_books_makes_the_check_raise_with_the_equation(config, corrupt):
     async def scenario():
         async with Pipeline(config) as pipeline:
+            stages: Any = pipeline.stages
             request = Request(request=0, prompt=(1, 2, 3), max_new=4)
             completion = pipeline.driver.submit(request)
             await pipeline.start()
@@ -193,7 +195,7 @@ def test_corrupting_any_one_of_the_books_makes_the_check_raise_with_the_equation
             try:
                 return await pipeline.statistics()
             except InternalError as error:
-                for runtime in pipeline.stages._runtimes.values():
+                for runtime in stages._runtimes.values():
                     runtime._cache.arena._bytes = None
                 return str(error)
 

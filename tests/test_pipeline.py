@@ -1,6 +1,7 @@
 """The main job on a real model: the same tokens however it is cut, carried and shared out."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ def test_f32_tokens_with_an_f32_cache_equal_transformers_generate(
 ):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
     ).eval()
     ours = tokens(unsplit(num_prompts, max_new))

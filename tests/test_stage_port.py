@@ -59,6 +59,7 @@ def test_the_checker_finds_a_planted_fault(fault, message):
         asyncio.run(check_stage_port(fake_pipeline(faults=[fault])))
 
 
+@pytest.mark.slow
 def test_the_checker_finds_a_port_that_loses_a_plan():
     class Forgetful(FakePort):
         def send(self, plan):
@@ -78,7 +79,7 @@ def test_the_checker_asks_for_pools_that_its_plans_fit_in():
         units = (Footprint(2, 0, 0),)
         yield FakePort(FakeStages(sizings, units)), sizings, units
 
-    with pytest.raises(AssertionError, match="full_records=3.* are needed"):
+    with pytest.raises(AssertionError, match=r"full_records=3.* are needed"):
         asyncio.run(check_stage_port(make))
 
 
@@ -161,7 +162,8 @@ def cluster():
     import ray
 
     ray.init(
-        num_cpus=8,
+        address="local",
+        num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=100 * 1024**2,

@@ -10,12 +10,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import assert_never
 
+from memkv_pp.admission.expected import ExpectedUse
 from memkv_pp.admission.ledger import Ledger
 from memkv_pp.admission.policy import Policy, ReservePolicy
+from memkv_pp.admission.refusal import refusal_of
 from memkv_pp.admission.sequence import FlyingPlan, LiveSequence
-from memkv_pp.errors import ConfigError, InternalError, StageShortfall
+from memkv_pp.errors import ConfigError, InternalError
 from memkv_pp.sizing import Footprint, check_equal_bytes
-from memkv_pp.units import ceil_div, format_size
+from memkv_pp.units import ceil_div
 from memkv_pp.wire import (
     Admit,
     Arrived,
@@ -25,7 +27,6 @@ from memkv_pp.wire import (
     Event,
     Opened,
     Plan,
-    PoolBytes,
     Refuse,
     Release,
     Request,
@@ -44,7 +45,7 @@ class CoordinatorConfig:
     """``waves``: plans in flight. ``prefill_chunk``: most prompt rows of one plan.
 
     ``context_tokens``: most rows of a sequence (0: no limit but the pools). ``vocabulary_size``:
-    token ids are below it (0: not checked).
+    token ids are below it (0: not checked). ``max_sequences``: admitted at once (0: no limit).
     ``plan_deadline_s``: a plan that a stage has not answered for so long means the stage is lost.
     """
 
@@ -52,6 +53,7 @@ class CoordinatorConfig:
     prefill_chunk: int = 512
     context_tokens: int = 0
     vocabulary_size: int = 0
+    max_sequences: int = 0
     plan_deadline_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -83,12 +85,12 @@ class Coordinator:
         self._policy = policy or ReservePolicy()
         self._waiting: dict[int, Request] = {}
         self._live: dict[int, LiveSequence] = {}
-        self._ready: deque[int] = deque()
+        self._prompts: deque[int] = deque()
+        self._decoding: deque[int] = deque()
         self._closing: list[int] = []
         self._flying: deque[FlyingPlan] = deque()
         self._stages_ready: set[int] = set()
-        self._used = [Footprint()] * ledger.num_stages
-        self._open_rows: dict[int, int] = {}
+        self._expected = ExpectedUse(ledger)
         self._suspects: set[int] = set()
         self._lost: StageLost | None = None
         self._plans_sent = 0
@@ -144,7 +146,7 @@ class Coordinator:
                 f"charged requests {charged} != live {len(self._live)} + closing"
                 f" {len(self._closing)}"
             )
-        for stage, used in enumerate(self._used):
+        for stage, used in enumerate(self._expected.used):
             held = Footprint()
             for request in holders:
                 held = held.plus(self.ledger.charged(request)[stage])
@@ -152,8 +154,8 @@ class Coordinator:
                 raise InternalError(f"stage {stage}: used {used} > held {held} by live requests")
         if len(self._flying) > self.config.waves:
             raise InternalError(f"{len(self._flying)} plans in flight > {self.config.waves} waves")
-        if not holders and any(used != Footprint() for used in self._used):
-            raise InternalError(f"no request is left, but the stages use {self._used}")
+        if not holders and any(used != Footprint() for used in self._expected.used):
+            raise InternalError(f"no request is left, but the stages use {self._expected.used}")
 
     def _arrived(self, request: Request, commands: list[Command]) -> None:
         if self._knows(request.request):
@@ -180,38 +182,28 @@ class Coordinator:
 
     def _refusal(self, request: Request) -> Refuse | None:
         """Why the request can never be served, or None."""
-        which, rows = request.request, self._policy.rows(request)
-        vocabulary = self.config.vocabulary_size
-        limit = self.config.context_tokens
-        if not request.prompt:
-            return Refuse(which, "empty_prompt", "the prompt has no tokens", "give it some text")
-        if min(request.prompt) < 0 or (vocabulary and max(request.prompt) >= vocabulary):
-            return Refuse(which, "token", f"a prompt token is not in [0, {vocabulary})")
-        if request.max_new < 1:
-            return Refuse(which, "max_new", f"--max-new: {request.max_new} is below 1")
         if self._lost is not None:
-            return Refuse(which, "stage_lost", self._lost.message, "start the pipeline again")
-        if limit and rows > limit:
-            return Refuse(
-                which,
-                "context",
-                f"prompt of {len(request.prompt)} + {request.max_new} new tokens need {rows} rows,"
-                f" the context holds {limit}",
-                "shorten the prompt, lower --max-new or raise --ctx",
-            )
-        short = self.ledger.never_fits(rows)
-        if short:
-            return Refuse(which, "capacity", describe_shortfall(rows, short), _MEND, short)
-        return None
+            hint = "start the pipeline again"
+            return Refuse(request.request, "stage_lost", self._lost.message, hint)
+        return refusal_of(
+            request,
+            self._policy.rows(request),
+            self.ledger,
+            context_tokens=self.config.context_tokens,
+            vocabulary_size=self.config.vocabulary_size,
+        )
 
     def _admit_waiting(self, commands: list[Command]) -> None:
         admitted: list[int] = []
+        most = self.config.max_sequences
         for request in self._policy.candidates(self._waiting.values()):
+            if most and len(self._live) + len(self._closing) >= most:
+                break
             if self.ledger.charge(request.request, self._policy.rows(request)):
                 break
             admitted.append(request.request)
             self._live[request.request] = LiveSequence(request)
-            self._ready.append(request.request)
+            self._prompts.append(request.request)
             commands.append(Admit(request.request))
         for request_id in admitted:
             del self._waiting[request_id]
@@ -250,8 +242,7 @@ class Coordinator:
                 error = ("DigestMismatch", flying.mismatches[rows.sequence])
                 self._finish(rows.sequence, "error", commands, error)
             elif rows.sample:
-                if token is None:
-                    raise InternalError(f"plan {flying.plan.number} brought too few tokens")
+                assert token is not None
                 self._drawn(sequence, token, commands)
         self._suspects.difference_update(flying.plan.closed)
         commands.extend(Release(request) for request in flying.plan.closed)
@@ -268,7 +259,7 @@ class Coordinator:
             self._finish(request.request, "length", commands)
         else:
             sequence.next_token = token
-            self._ready.append(request.request)
+            self._decoding.append(request.request)
 
     def _finish(
         self,
@@ -278,8 +269,9 @@ class Coordinator:
         error: tuple[str, str] | None = None,
     ) -> None:
         del self._live[request]
-        if request in self._ready:
-            self._ready.remove(request)
+        for ready in (self._prompts, self._decoding):
+            if request in ready:
+                ready.remove(request)
         self._closing.append(request)
         commands.append(Emit(request, None, reason, error))
 
@@ -314,21 +306,18 @@ class Coordinator:
             self.ledger.release(request)
         flying = (request for f in self._flying for request in f.plan.closed)
         commands.extend(Release(request) for request in (*flying, *held, *self._waiting))
-        self._used = [Footprint()] * self.ledger.num_stages
-        for gone in (
-            self._live,
-            self._waiting,
-            self._ready,
-            self._closing,
-            self._flying,
-            self._open_rows,
-        ):
+        self._expected.clear()
+        for gone in (self._live, self._waiting, self._closing, self._flying):
             gone.clear()
+        self._prompts.clear()
+        self._decoding.clear()
 
     def _form_plans(self, now: float, commands: list[Command]) -> None:
         if self._lost is not None or len(self._stages_ready) < self.ledger.num_stages:
             return
-        while len(self._flying) < self.config.waves and (self._ready or self._closing):
+        while len(self._flying) < self.config.waves and (
+            self._prompts or self._decoding or self._closing
+        ):
             closed = self._close_sequences(commands)
             self._admit_waiting(commands)
             opened, rows, tokens = self._pick_rows()
@@ -340,8 +329,8 @@ class Coordinator:
                 FlyingPlan(
                     plan,
                     tuple(r.start + r.num_rows for r in rows),
-                    tuple(self._used_bytes(stage) for stage in range(self.ledger.num_stages)),
-                    len(self._open_rows),
+                    self._expected.pool_bytes(),
+                    self._expected.num_open,
                     now,
                     set(range(self.ledger.num_stages)),
                 )
@@ -355,72 +344,35 @@ class Coordinator:
         on_stages: list[int] = []
         for request in closed:
             self.ledger.release(request)
-            rows = self._open_rows.pop(request, 0)
-            if rows:
+            if self._expected.close(request):
                 on_stages.append(request)
-                self._use(rows, 0)
             else:
                 commands.append(Release(request))
         return tuple(on_stages)
 
     def _pick_rows(self) -> tuple[tuple[Opened, ...], tuple[Rows, ...], tuple[int, ...]]:
-        """At most an even share of the live sequences and ``prefill_chunk`` prompt rows."""
+        """At most an even share of the live sequences: those that decode, then prompts.
+
+        Prompts share ``prefill_chunk`` rows, in order; the one that is cut goes on in the next plan.
+        """
         most = max(1, ceil_div(len(self._live), self.config.waves))
+        chosen = [(self._decoding.popleft(), 1) for _ in range(min(most, len(self._decoding)))]
         budget = self.config.prefill_chunk
+        while self._prompts and budget and len(chosen) < most:
+            count = min(self._live[self._prompts[0]].rows_ready, budget)
+            budget -= count
+            chosen.append((self._prompts[0], count))
+            if count == self._live[self._prompts[0]].rows_ready:
+                self._prompts.popleft()
         opened: list[Opened] = []
         rows: list[Rows] = []
         tokens: list[int] = []
-        again: list[int] = []
-        for _ in range(len(self._ready)):
-            if len(rows) == most:
-                break
-            request = self._ready.popleft()
+        for request, count in chosen:
             sequence = self._live[request]
-            decoding = sequence.rows_planned >= len(sequence.request.prompt)
-            count = 1 if decoding else min(sequence.rows_ready, budget)
-            if count == 0:
-                again.append(request)
-                continue
-            if not decoding:
-                budget -= count
             start = sequence.rows_planned
             if start == 0:
                 opened.append(Opened(request, sequence.request.sampling))
             tokens.extend(sequence.take(count))
             rows.append(Rows(request, start, count, sequence.samples))
-            self._open_rows[request] = start + count
-            self._use(start, start + count)
-            if sequence.rows_ready:
-                again.append(request)
-        self._ready.extendleft(reversed(again))
+            self._expected.extend(request, start + count)
         return tuple(opened), tuple(rows), tuple(tokens)
-
-    def _use(self, before: int, after: int) -> None:
-        """Move the expected use of every stage as a sequence goes from ``before`` to ``after`` rows."""
-        old, new = self.ledger.footprints(before), self.ledger.footprints(after)
-        if old is not new:
-            for stage, used in enumerate(self._used):
-                self._used[stage] = used.minus(old[stage]).plus(new[stage])
-
-    def _used_bytes(self, stage: int) -> PoolBytes:
-        sizing, used = self.ledger.sizings[stage], self._used[stage]
-        return PoolBytes(
-            used.full_records * sizing.record_bytes,
-            used.window_records * sizing.window_record_bytes,
-            used.state_slots * sizing.slot_bytes,
-        )
-
-
-_MEND = (
-    "lower --max-new, give the binding stage more bytes, move the fence, or choose smaller formats"
-)
-
-
-def describe_shortfall(rows: int, stages: tuple[StageShortfall, ...]) -> str:
-    """A sentence with every stage's have and need."""
-    parts = "; ".join(
-        f"stage {s.stage} has {s.have_bytes} ({format_size(s.have_bytes)}), needs {s.need_bytes}"
-        f" ({format_size(s.need_bytes)})"
-        for s in stages
-    )
-    return f"{rows} rows do not fit: {parts}"

@@ -1,7 +1,6 @@
 """The live driver: feeds the coordinator events, carries its commands out. It decides nothing."""
 
 import asyncio
-import contextlib
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +49,7 @@ class Completion:
     """What became of a request: its tokens so far, and why it ended ("" while it runs).
 
     ``finish_reason``: "stop", "length", "cancelled", "refused" or "error", with ``error`` typed.
+    ``released`` is set once nothing of it is left on any stage.
     """
 
     request: Request
@@ -58,6 +58,7 @@ class Completion:
     error: MemkvError | None = None
     first_token_s: float | None = None
     finished: asyncio.Event = field(default_factory=asyncio.Event)
+    released: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Driver:
@@ -74,7 +75,6 @@ class Driver:
         self._port: StagePort | None = None
         self._clock = clock
         self._completions: dict[int, Completion] = {}
-        self._released: dict[int, asyncio.Event] = {}
         self._pump: asyncio.Task[None] | None = None
         self.all_ready = asyncio.Event()
         self._num_ready = 0
@@ -85,7 +85,6 @@ class Driver:
         """Hand ``request`` to the coordinator; the completion fills as tokens are released."""
         completion = Completion(request)
         self._completions[request.request] = completion
-        self._released[request.request] = asyncio.Event()
         self._handle(Arrived(request))
         return completion
 
@@ -119,16 +118,15 @@ class Driver:
         await done
 
     async def stop(self) -> None:
-        """Take no more events."""
+        """Take no more events. What the driver died of is for ``wait`` to raise."""
         if self._pump is not None:
             self._pump.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._pump
+            await asyncio.wait({self._pump})
 
     async def _all_done(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
             await completion.finished.wait()
-            await self._released[completion.request.request].wait()
+            await completion.released.wait()
 
     async def _run(self, port: StagePort) -> None:
         while True:
@@ -159,7 +157,7 @@ class Driver:
                 case Refuse():
                     self._refuse(command)
                 case Release():
-                    self._released[command.request].set()
+                    self._completions.pop(command.request).released.set()
                 case _:
                     pass
 
@@ -177,8 +175,8 @@ class Driver:
         completion.finished.set()
 
     def _refuse(self, refuse: Refuse) -> None:
-        completion = self._completions[refuse.request]
+        completion = self._completions.pop(refuse.request)
         completion.finish_reason = "refused"
         completion.error = _refused_as(refuse)
         completion.finished.set()
-        self._released[refuse.request].set()
+        completion.released.set()

@@ -19,6 +19,8 @@ from memkv_pp.wire import (
 
 StageEvent = StageReady | StepDone | StageLost | Tick
 
+_TICK_AFTER_S = 0.5
+
 
 class StagePort(Protocol):
     """All stages of a pipeline, as the driver sees them.
@@ -105,15 +107,20 @@ class ZmqPort:
         self._reports.append(StageLost(stage, message))
 
     async def receive(self) -> StageEvent:
-        """Wait for the next event; a Tick about every half second without one."""
+        """Wait for the next event; a Tick after half a second without one, heartbeats or not."""
+        until = self._clock.now() + _TICK_AFTER_S
         while True:
-            await self._look_for_silence()
             if self._reports:
                 event = self._reports.pop(0)
-            elif await self._socket.poll(500):
-                event = await self._next_message()
             else:
-                return Tick()
+                frames = self._take()
+                if frames is None:
+                    self._look_for_silence()
+                    left_ms = round(1000 * (until - self._clock.now()))
+                    if not self._reports and (left_ms <= 0 or not await self._socket.poll(left_ms)):
+                        return Tick()
+                    continue
+                event = self._understand(*frames)
             if isinstance(event, StageLost):
                 if event.stage in self._lost:
                     continue
@@ -125,16 +132,23 @@ class ZmqPort:
         """Close the socket; may be called twice."""
         self._context.destroy(linger=200)
 
-    async def _next_message(self) -> StageReady | StepDone | StageLost | None:
-        """The next answer; None for a heartbeat."""
-        identity, body = await self._socket.recv_multipart()
+    def _take(self) -> tuple[bytes, bytes] | None:
+        """The next message's sender and body, if one is there."""
+        try:
+            identity, body = self._sync.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return identity, body
+
+    def _understand(self, identity: bytes, body: bytes) -> StageReady | StepDone | StageLost | None:
+        """An answer; None for a heartbeat."""
         self._last_seen[int(identity.rpartition(b"-")[2])] = self._clock.now()
         return decode_event(body) if body else None
 
-    async def _look_for_silence(self) -> None:
-        """About once a second, with every message taken: whoever was not heard is lost."""
+    def _look_for_silence(self) -> None:
+        """About once a second, when every message was taken: whoever was not heard is lost."""
         now = self._clock.now()
-        if now - self._looked_at < 1.0 or await self._socket.poll(0):
+        if now - self._looked_at < 1.0:
             return
         self._looked_at = now
         self._reports.extend(

@@ -71,7 +71,10 @@ class FlyingPlan:
                     f"stage {done.stage} holds {found} rows of sequence {rows.sequence} after plan"
                     f" {done.plan}, the ledger expects {expected}"
                 )
-        if done.tokens:
+        if done.stage == len(self.used) - 1:
+            wanted = sum(rows.sample for rows in self.plan.rows)
+            if len(done.tokens) != wanted:
+                return f"drew {len(done.tokens)} tokens in plan {done.plan}, {wanted} were asked"
             self.tokens = done.tokens
         if check_bytes and not self.mismatches:
             expected_used = self.used[done.stage]

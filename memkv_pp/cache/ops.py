@@ -129,7 +129,6 @@ def attend_fixed(
         scores = torch.bmm(query, key.transpose(1, 2)) * scale
         if keys.stop > first + 1:
             hidden = ~_causal_mask(FIXED_ROWS, first - begin, FIXED_KEYS, query.device)
-            hidden[num_rows:] = hidden[num_rows - 1]
             scores.view(heads, group, FIXED_ROWS, FIXED_KEYS).masked_fill_(hidden, float("-inf"))
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         weights = torch.exp(scores - new_top)

@@ -1,5 +1,6 @@
 """A pipeline at work: coordinator, driver and stages, put together for a batch of requests."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from memkv_pp.admission.ledger import Ledger
 from memkv_pp.admission.policy import ReservePolicy
 from memkv_pp.clock import Clock, SystemClock
 from memkv_pp.config import Backend, PipelineConfig
+from memkv_pp.errors import StageLost
 from memkv_pp.serve.local import LocalStages
 from memkv_pp.serve.stages import Stages
 from memkv_pp.sizing import check_equal_bytes
@@ -52,6 +54,7 @@ def make_coordinator(config: PipelineConfig) -> Coordinator:
             prefill_chunk=config.options.prefill_chunk,
             context_tokens=config.context_tokens,
             vocabulary_size=config.geometry.vocabulary_size,
+            max_sequences=config.max_sequences,
             plan_deadline_s=config.plan_deadline_s,
         ),
         ReservePolicy(config.options.spec_tokens),
@@ -88,9 +91,17 @@ class Pipeline:
         await self.stages.close()
 
     async def start(self) -> None:
-        """Start the stages, and wait until each has loaded or one is lost."""
+        """Start the stages, and wait until each has loaded or one is lost.
+
+        StageLost when that takes longer than ``config.start_timeout_s``.
+        """
         self.driver.start(await self.stages.open())
-        await self.driver.wait_ready()
+        try:
+            await asyncio.wait_for(self.driver.wait_ready(), self.config.start_timeout_s)
+        except TimeoutError as error:
+            raise StageLost(
+                f"the stages did not load within {self.config.start_timeout_s:g} s"
+            ) from error
 
     async def statistics(self) -> tuple[StageStatistics, ...]:
         """Every stage's account, after all books were compared; empty when a stage is lost.

@@ -5,6 +5,7 @@ of the plan that was asked for.
 """
 
 import json
+import math
 import queue
 import threading
 from collections.abc import Mapping
@@ -96,7 +97,6 @@ class QueueLink:
         """Take the next message."""
         item = self._queue.get()
         if item is None:
-            self._queue.put(None)
             raise StageLost(f"the link was closed while plan {plan} was awaited")
         found_plan, tensors = item
         _check(plan, found_plan, _described(tensors), expected)
@@ -155,6 +155,12 @@ class ZmqReceiver:
         frames = self._next_message(plan)
         found_plan, found = _read_head(frames[0].bytes)
         _check(plan, found_plan, found, expected)
+        wanted = [math.prod(shape) * dtype.itemsize for shape, dtype in found.values()]
+        if [len(frame) for frame in frames[1:]] != wanted:
+            raise InternalError(
+                f"plan {plan}: the boundary's frames have {[len(f) for f in frames[1:]]} bytes,"
+                f" its head says {wanted}"
+            )
         tensors: dict[str, torch.Tensor] = {}
         for (name, (shape, dtype)), frame in zip(found.items(), frames[1:], strict=True):
             flat = torch.frombuffer(bytearray(frame.buffer), dtype=torch.uint8)
@@ -255,10 +261,13 @@ class ProcessGroupLink:
 
     def send(self, plan: int, tensors: Tensors) -> None:
         """Post the sends to the next stage, once the ones before are through."""
-        self._finish_sends()
+        self._finish_sends(plan)
         for name in sorted(tensors):
             data = [tensors[name].to(self._device).contiguous()]
-            self._posted.append((self._group.send(data, self._stage + 1, 0), data))
+            try:
+                self._posted.append((self._group.send(data, self._stage + 1, 0), data))
+            except RuntimeError as error:
+                raise self._lost(plan, error) from error
 
     def receive(self, plan: int, expected: Expected) -> dict[str, torch.Tensor]:
         """Receive each expected tensor from the stage before."""
@@ -275,16 +284,19 @@ class ProcessGroupLink:
                 ) from error
         return tensors
 
-    def _finish_sends(self) -> None:
+    def _finish_sends(self, plan: int) -> None:
         for work, _ in self._posted:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise StageLost(
-                    f"stage {self._stage + 1} takes no hidden states: {error}",
-                    stage=self._stage + 1,
-                ) from error
+                raise self._lost(plan, error) from error
         self._posted.clear()
+
+    def _lost(self, plan: int, error: RuntimeError) -> StageLost:
+        receiver = self._stage + 1
+        return StageLost(
+            f"stage {receiver} takes no hidden states, at plan {plan}: {error}", stage=receiver
+        )
 
     def close(self) -> None:
         """Abandon the communicator; it ends with the process."""

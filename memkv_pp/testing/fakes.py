@@ -22,6 +22,7 @@ from memkv_pp.wire import Plan, PoolBytes, Rows, StageLost, StageReady, StepDone
 FakeAnswer = StageReady | StepDone | StageLost
 
 FAKE_VOCABULARY = 1000
+FAKE_COMPUTE_NS = 1000
 
 
 def fake_token(sequence: int, position: int) -> int:
@@ -187,6 +188,7 @@ class FakeStage:
             ),
             len(self._open),
             tokens,
+            FAKE_COMPUTE_NS,
         )
 
     def _extend(self, rows: Rows, tokens: tuple[int, ...]) -> None:
