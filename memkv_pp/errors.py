@@ -14,6 +14,7 @@
     ├── StageError                 names the stage
     │   ├── StageLost              the outside broke it: a dead or silent process
     │   ├── StageClosed            you closed it
+    │   ├── NoTokenError           a sequence's logits are NaN: there is no token to draw
     │   ├── PlanOrderError         a plan came twice, late, or with a gap before it
     │   └── DigestMismatch         a stage's books differ from the ledger's
     └── InternalError              our bug; state may be void
@@ -101,6 +102,10 @@ class StageLost(StageError):
 
 class StageClosed(StageError):
     """The stage was closed by its owner; it takes no more plans."""
+
+
+class NoTokenError(StageError):
+    """The logits of a sequence are NaN, so no token can be drawn; the others go on."""
 
 
 class PlanOrderError(StageError):

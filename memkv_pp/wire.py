@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 from memkv_pp.errors import ConfigError, InternalError, StageShortfall
 
+NO_TOKEN = -1
+
 _MAGIC = 0x31_4E_4C_50_56_4B_4D  # "MKVPLN1" as a little-endian integer
 _DONE_MAGIC = 0x31_4E_4F_44_56_4B_4D
 
@@ -100,7 +102,7 @@ class StepDone:
 
     ``lengths``: rows held of each of the plan's sequences, after the step, in the plan's order.
     ``used``: bytes in use by pool; ``sequences``: how many are open. ``tokens``: one per row entry
-    with ``sample`` (empty on other stages). ``compute_ns``: time in the layers.
+    with ``sample`` (empty on other stages), NO_TOKEN where the logits are NaN. ``compute_ns``: time in the layers.
     """
 
     stage: int

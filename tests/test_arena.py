@@ -119,7 +119,9 @@ def test_parts_of_all_pools_touch_their_own_bytes_and_no_others():
 def test_a_row_of_a_part_lies_at_head_times_rows_plus_row():
     sizing = stage_sizing(MIXED)
     arena = poisoned(sizing, Footprint(2, 2, 0))
-    part = full_layout(sizing).layers[1].v.scales
+    side = full_layout(sizing).layers[1].v
+    assert side is not None
+    part = side.scales
     arena.full_part(part)[1, 2, 5] = torch.arange(part.row_bytes, dtype=torch.uint8)
     begin = sizing.record_bytes + part.offset + (2 * part.rows + 5) * part.row_bytes
     expected = torch.full((arena.allocated_bytes,), POISON, dtype=torch.uint8)
@@ -129,8 +131,10 @@ def test_a_row_of_a_part_lies_at_head_times_rows_plus_row():
 
 def test_parts_of_a_pool_without_records_are_empty():
     sizing = stage_sizing(MIXED)
+    window = sizing.window
+    assert window is not None
     arena = Arena(TorchDevice(), sizing, Footprint(1, 0, 0))
-    assert arena.window_part(sizing.window.layers[0].k.codes).shape[0] == 0
+    assert arena.window_part(window.layers[0].k.codes).shape[0] == 0
 
 
 def test_use_is_counted_by_pool():

@@ -294,7 +294,7 @@ def test_a_part_of_a_batch_is_padded_with_rows_that_write_nothing():
     batch = cache.extend([Rows(0, 0, 5, False), Rows(1, 0, 4, False)])
     part = cache.sub_batch(batch, 3, 8, 8)
     assert part.positions.tolist() == [3, 4, 0, 1, 2, 0, 0, 0]
-    assert part.records.tolist() == [0, 0, 1, 1, 1, -1, -1, -1]
+    assert part.records.tolist() == [0, 0, 1, 1, 1]
     assert [(s.first, s.num_rows, s.length) for s in part.segments] == [(0, 2, 5), (2, 3, 3)]
     ones = torch.ones(8, 2, 64)
     out = cache.append_and_attend(0, part, ones[..., :32], ones[..., :32], ones, 1.0, fixed=True)

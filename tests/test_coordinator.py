@@ -564,6 +564,19 @@ def test_too_few_tokens_end_the_pipeline_as_a_digest_that_differs():
     assert released == Release(1)
 
 
+def test_a_sequence_whose_logits_are_nan_fails_alone():
+    pipeline = make(faults=[Fault(kind=FaultKind.NAN, stage=1, plan=0)], waves=1)
+    for request in (1, 2):
+        pipeline.handle(arrived(request, prompt=2))
+    pipeline.start()
+    pipeline.drain()
+    failed = pipeline.endings[1]
+    assert isinstance(failed, Emit)
+    assert failed.error == ("NoTokenError", "the logits after row 1 are NaN")
+    assert pipeline.tokens[2] == drawn(2, 1, 2)
+    nothing_is_left(pipeline)
+
+
 def test_an_arena_of_other_bytes_than_the_ledger_promises_tells_the_equation():
     pipeline = make(faults=[Fault(kind=FaultKind.ALLOCATED, stage=1)])
     pipeline.answer(0)

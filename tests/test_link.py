@@ -1,7 +1,7 @@
 """Links carry tensors bit for bit, in order, and say so when the other end is gone."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -39,10 +39,16 @@ def expected_of(tensors):
 
 
 def receive_in_thread(receiver, plan, expected):
-    """A future, and an assurance that it does not hang the test."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(receiver.receive, plan, expected)
-    pool.shutdown(wait=False)
+    """A future of the message; a receiver that hangs fails the test and does not outlive it."""
+    future = Future()
+
+    def receive():
+        try:
+            future.set_result(receiver.receive(plan, expected))
+        except (InternalError, StageLost) as error:
+            future.set_exception(error)
+
+    threading.Thread(target=receive, daemon=True).start()
     return future
 
 

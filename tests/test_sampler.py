@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memkv_pp.stage.sampler import draw_token, uniform
-from memkv_pp.wire import Sampling
+from memkv_pp.wire import NO_TOKEN, Sampling
 
 INF = math.inf
 MASK = (1 << 64) - 1
@@ -137,3 +137,9 @@ def test_extreme_logits_leave_the_one_likely_token(row, top_p, temperature):
 def test_a_token_of_no_mass_is_never_drawn():
     row = logits(-INF, 0.0, -INF, 0.0)
     assert kept_tokens(row, top_p=1.0) == {1, 3}
+
+
+def test_logits_with_a_nan_draw_no_token():
+    logits = torch.tensor([1.0, float("nan"), 3.0])
+    assert draw_token(logits, Sampling(), 5) == NO_TOKEN
+    assert draw_token(logits, Sampling(temperature=1.0), 5) == NO_TOKEN

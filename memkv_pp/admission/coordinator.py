@@ -19,6 +19,7 @@ from memkv_pp.errors import ConfigError, InternalError
 from memkv_pp.sizing import Footprint, check_equal_bytes
 from memkv_pp.units import ceil_div
 from memkv_pp.wire import (
+    NO_TOKEN,
     Admit,
     Arrived,
     Cancelled,
@@ -249,6 +250,10 @@ class Coordinator:
 
     def _drawn(self, sequence: LiveSequence, token: int, commands: list[Command]) -> None:
         request = sequence.request
+        if token == NO_TOKEN:
+            message = f"the logits after row {sequence.rows_planned - 1} are NaN"
+            self._finish(request.request, "error", commands, ("NoTokenError", message))
+            return
         if token in request.end_ids:
             self._finish(request.request, "stop", commands)
             return

@@ -45,17 +45,23 @@ class QueuePort:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[StageEvent] = asyncio.Queue()
         self._tick_every_s = tick_every_s
+        self._ticker = self._loop.call_later(tick_every_s, self._tick)
 
     def put(self, event: StageEvent) -> None:
         """Hand an event over from any thread."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def receive(self) -> StageEvent:
-        """Wait for the next event, or a Tick."""
-        try:
-            return await asyncio.wait_for(self._events.get(), self._tick_every_s)
-        except TimeoutError:
-            return Tick()
+        """Wait for the next event; one in every ``tick_every_s`` is a Tick."""
+        return await self._events.get()
+
+    def close(self) -> None:
+        """Tick no more; may be called twice."""
+        self._ticker.cancel()
+
+    def _tick(self) -> None:
+        self._events.put_nowait(Tick())
+        self._ticker = self._loop.call_later(self._tick_every_s, self._tick)
 
 
 class ZmqPort:

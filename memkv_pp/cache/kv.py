@@ -1,6 +1,6 @@
 """The cache of one stage: which records a sequence holds, and rows in and out of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +23,14 @@ GATHER_ROWS = 8192
 
 @dataclass(slots=True)
 class _Table:
-    """One open sequence: its index in the device's lengths, its records in order, its rows."""
+    """One open sequence: its index in the device's lengths, its records in order, its rows.
+
+    ``on_device`` holds the same records, int64.
+    """
 
     slot: int
     records: list[int]
+    on_device: torch.Tensor
     length: int
 
 
@@ -55,10 +59,10 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of a step: position, record and row in the record of each (int64 [T]).
+    """The rows of a step: position (int64 [T]), record and row in the record (int64 [W]) of each.
 
-    A negative record is a row of padding: it writes nothing. ``segments`` are in the order of
-    their rows; ``gathers`` has each of them once, in that order.
+    The last T - W rows are padding: they are at position 0 and write nothing. ``segments`` are in
+    the order of their rows; ``gathers`` has each of them once, in that order.
     """
 
     positions: torch.Tensor
@@ -126,7 +130,9 @@ class StageCache:
             raise InternalError(f"sequence {sequence} is already open")
         (slot,) = self._slots.allocate(1, "open")
         self._device.set_i32(self._lengths, slot, 0)
-        self._tables[sequence] = _Table(slot, [], 0)
+        self._tables[sequence] = _Table(
+            slot, [], torch.empty(0, dtype=torch.int64, device=self._device.torch_device), 0
+        )
 
     def close(self, sequence: int) -> None:
         """Give back all that the sequence holds; InternalError if it is not open."""
@@ -152,18 +158,31 @@ class StageCache:
                 )
         wanted = [self._records_wanted(entry) for entry in rows]
         taken = self.arena.full.allocate(sum(wanted), "extend")
+        device, block = self._device.torch_device, self._sizing.options.record_rows
         segments: list[Segment] = []
-        first = at = 0
+        positions: list[int] = []
+        records: list[int] = []
+        at = 0
         for entry, count in zip(rows, wanted, strict=True):
             table = self._tables[entry.sequence]
-            table.records += taken[at : at + count]
+            if count:
+                table.records += taken[at : at + count]
+                table.on_device = torch.tensor(table.records, device=device)
+                at += count
             table.length = entry.start + entry.num_rows
             self._device.set_i32(self._lengths, table.slot, table.length)
-            records = torch.tensor(table.records, device=self._device.torch_device)
-            segments.append(Segment(first, entry.num_rows, table.length, records))
-            at += count
-            first += entry.num_rows
-        return self._batch(segments)
+            segments.append(Segment(len(positions), entry.num_rows, table.length, table.on_device))
+            new = range(entry.start, table.length)
+            positions.extend(new)
+            records.extend(table.records[position // block] for position in new)
+        columns = torch.tensor([positions, records], dtype=torch.int64, device=device)
+        return Batch(
+            columns[0],
+            columns[1],
+            columns[0] % block,
+            tuple(segments),
+            self._gathers(segments),
+        )
 
     def sub_batch(self, batch: Batch, first: int, last: int, padded: int) -> Batch:
         """Rows ``[first, last)`` of ``batch``, padded to ``padded`` rows that write nothing."""
@@ -174,15 +193,11 @@ class StageCache:
             if low < high:
                 length = segment.length - (segment.first + segment.num_rows - high)
                 segments.append(Segment(low - first, high - low, length, segment.records))
-        missing = padded - (last - first)
-
-        def pad(column: torch.Tensor, value: int) -> torch.Tensor:
-            return torch.nn.functional.pad(column[first:last], (0, missing), value=value)
-
+        positions = batch.positions[first:last]
         return Batch(
-            pad(batch.positions, 0),
-            pad(batch.records, -1),
-            pad(batch.rows, 0),
+            torch.nn.functional.pad(positions, (0, padded - len(positions))),
+            batch.records[first:last],
+            batch.rows[first:last],
             tuple(segments),
             self._gathers(segments),
         )
@@ -204,8 +219,9 @@ class StageCache:
         segment come out as zeros.
         """
         view = self._views[layer]
-        ops.append(view.k, batch.records, batch.rows, key_THD)
-        ops.append(view.v, batch.records, batch.rows, value_THD)
+        written = len(batch.records)
+        ops.append(view.k, batch.records, batch.rows, key_THD[:written])
+        ops.append(view.v, batch.records, batch.rows, value_THD[:written])
         out = query_THD.new_zeros(*query_THD.shape[:2], view.v.head_size)
         kernel = ops.attend_fixed if fixed else ops.attend
         for gather in batch.gathers:
@@ -257,21 +273,6 @@ class StageCache:
     def _records_wanted(self, entry: Rows) -> int:
         after = self._sizing.footprint(entry.start + entry.num_rows).full_records
         return after - len(self._tables[entry.sequence].records)
-
-    def _batch(self, segments: Iterable[Segment]) -> Batch:
-        device, block = self._device.torch_device, self._sizing.options.record_rows
-        kept = tuple(segments)
-        none = torch.empty(0, dtype=torch.int64, device=device)
-        spans = [torch.arange(s.length - s.num_rows, s.length, device=device) for s in kept]
-        records = [s.records[p // block] for s, p in zip(kept, spans, strict=True)]
-        positions = torch.cat([none, *spans])
-        return Batch(
-            positions,
-            torch.cat([none, *records]),
-            positions % block,
-            kept,
-            self._gathers(kept),
-        )
 
     def _gathers(self, segments: Sequence[Segment]) -> tuple[Gather, ...]:
         block = self._sizing.options.record_rows

@@ -55,13 +55,7 @@ def layer_view(arena: Arena, layout: LayerLayout) -> LayerView:
 def append(
     side: SideView, records_T: torch.Tensor, rows_T: torch.Tensor, values_THD: torch.Tensor
 ) -> None:
-    """Pack ``values_THD`` into (record, row) pairs; a negative record writes nothing.
-
-    ``records_T`` and ``rows_T`` are int64. Within one call every (record, row) is distinct.
-    """
-    keep = records_T >= 0
-    if not bool(keep.all()):
-        records_T, rows_T, values_THD = records_T[keep], rows_T[keep], values_THD[keep]
+    """Pack ``values_THD`` into (record, row) pairs, int64 and distinct within one call."""
     codes, scales = encode(side.format, values_THD)
     side.codes[records_T, :, rows_T] = codes
     if scales.shape[-1]:

@@ -33,11 +33,12 @@ class LocalStages:
         self._controls: list[QueueControl] = []
         self._links: list[QueueLink] = []
         self._threads: list[threading.Thread] = []
+        self._port: _LocalPort | None = None
 
     async def open(self) -> _LocalPort:
         """Start the threads."""
         stages = self._config.num_stages
-        port = _LocalPort(self._controls)
+        port = self._port = _LocalPort(self._controls)
         answer = partial(_put, port)
         self._controls += [QueueControl(answer) for _ in range(stages)]
         self._links += [QueueLink() for _ in range(stages - 1)]
@@ -66,6 +67,8 @@ class LocalStages:
 
     async def close(self) -> None:
         """End the threads and free the caches."""
+        if self._port is not None:
+            self._port.close()
         for control in self._controls:
             control.plans.put(None)
         for link in self._links:

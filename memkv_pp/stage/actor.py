@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+import torch
 
 from memkv_pp.config import LinkKind, PipelineConfig
 from memkv_pp.stage.control import ZmqControl
@@ -74,6 +75,10 @@ class StageActor:
                 config.num_stages,
                 store_host=wiring.store[0],
                 store_port=wiring.store[1],
+                host=ray.util.get_node_ip_address(),
+                device=torch.device(
+                    config.devices[stage] if config.link is LinkKind.NCCL else "cpu"
+                ),
                 timeout_s=config.plan_deadline_s,
             )
         last = stage == config.num_stages - 1

@@ -97,6 +97,7 @@ class QueueLink:
         """Take the next message."""
         item = self._queue.get()
         if item is None:
+            self._queue.put(None)
             raise StageLost(f"the link was closed while plan {plan} was awaited")
         found_plan, tensors = item
         _check(plan, found_plan, _described(tensors), expected)

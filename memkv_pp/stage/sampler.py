@@ -8,7 +8,7 @@ batch, on any number of stages, and when it is repeated.
 import numpy as np
 import torch
 
-from memkv_pp.wire import Sampling
+from memkv_pp.wire import NO_TOKEN, Sampling
 
 _MASK_64 = (1 << 64) - 1
 
@@ -21,12 +21,14 @@ def uniform(sampling: Sampling, position: int, draw: int = 0) -> float:
 
 
 def draw_token(logits_V: torch.Tensor, sampling: Sampling, position: int) -> int:
-    """The token that follows ``position``, from f32 logits of the vocabulary.
+    """The token that follows ``position``, from f32 logits of the vocabulary; NO_TOKEN for NaN.
 
     Temperature 0 takes the largest logit (the first of equals). Otherwise softmax at the
     temperature in f64, cut to the smallest set of most likely tokens whose mass reaches ``top_p``
     (ties by token id), and the inverse of the cumulative distribution at ``uniform``.
     """
+    if bool(torch.isnan(logits_V).any()):
+        return NO_TOKEN
     if sampling.temperature <= 0.0:
         return int(torch.argmax(logits_V))
     logits = logits_V.double().cpu().numpy()

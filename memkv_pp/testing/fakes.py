@@ -17,7 +17,7 @@ from memkv_pp.geometry import ModelGeometry
 from memkv_pp.pools import Pool
 from memkv_pp.sizing import CacheOptions, Footprint, StageSizing, size_fence
 from memkv_pp.testing.geometries import full_layer, recurrent_layer, sliding_layer
-from memkv_pp.wire import Plan, PoolBytes, Rows, StageLost, StageReady, StepDone, Tick
+from memkv_pp.wire import NO_TOKEN, Plan, PoolBytes, Rows, StageLost, StageReady, StepDone, Tick
 
 FakeAnswer = StageReady | StepDone | StageLost
 
@@ -51,7 +51,8 @@ class FaultKind(StrEnum):
 
     ``LENGTH``: the plan's first sequence keeps one block of rows too many, until it is closed.
     ``BYTES``: from that plan on, the stage says it uses one byte more than it does. ``TOKENS``:
-    the last token drawn is missing from the answer. ``LOST``: the stage dies instead of answering.
+    the last token drawn is missing from the answer. ``NAN``: the first sequence's logits are NaN.
+    ``LOST``: the stage dies instead of answering.
     ``REPEAT``: the plan is answered twice. ``ALLOCATED``: the arena is one byte larger than it
     should be (``plan`` means nothing).
     """
@@ -59,6 +60,7 @@ class FaultKind(StrEnum):
     LENGTH = "length"
     BYTES = "bytes"
     TOKENS = "tokens"
+    NAN = "nan"
     LOST = "lost"
     REPEAT = "repeat"
     ALLOCATED = "allocated"
@@ -177,6 +179,8 @@ class FakeStage:
         )
         if self._has_fault(plan, FaultKind.TOKENS):
             tokens = tokens[:-1]
+        if self._has_fault(plan, FaultKind.NAN):
+            tokens = (NO_TOKEN, *tokens[1:])
         return StepDone(
             sizing.stage,
             plan.number,
