@@ -21,7 +21,9 @@ TEXTS = (
     "Hello",
 )
 SAMPLE = pytest.param(4, 10, id="sample", marks=pytest.mark.slow)
-WHOLE = pytest.param(8, 64, id="whole", marks=[pytest.mark.slow, pytest.mark.full])
+WHOLE = pytest.param(
+    8, 64, id="whole", marks=[pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1800)]
+)
 SCALES = pytest.mark.parametrize(("num_prompts", "max_new"), [SAMPLE, WHOLE])
 WAVES = 4
 
