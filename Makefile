@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test full check model bench gpu
+.PHONY: help demo test full check compile-cuda compile-host model bench gpu
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -36,11 +36,19 @@ test: .venv/.installed $(MODEL)  ## set up if need be, run the tests (Ray includ
 full: .venv/.installed $(MODEL)  ## the tests whole: every Show in full length
 	$(BIN)/python -m pytest -m 'not gpu'
 
-check: .venv/.installed  ## lint, format, types, layering
+check: .venv/.installed compile-cuda compile-host  ## lint, format, types, layering
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+compile-cuda: .venv/.installed  # every kernel for sm_80, sm_90 and sm_120; says so where it cannot
+	$(BIN)/python -m pytest -q tests/test_cuda_compile.py
+
+compile-host:  # every host kernel, for this CPU and for the least of its kind
+	for source in kernels/host/*.cpp; do for cpu in -march=native ''; do \
+		$(CXX) -std=c++17 -O2 -pthread -ffp-contract=off -Wall -Wextra -Werror $$cpu -c $$source -o /dev/null; \
+	done; done
 
 model: $(MODEL)  ## put the small model under .models/
 

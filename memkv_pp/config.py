@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from memkv_pp.errors import ConfigError
 from memkv_pp.fence import Fence
@@ -112,3 +113,16 @@ def units_for_sequences(
 def ray_address() -> str | None:
     """The Ray cluster the environment names (RAY_ADDRESS), or None to start one here."""
     return os.environ.get("RAY_ADDRESS") or None
+
+
+def compiler() -> str | None:
+    """The C++ compiler the environment names (CXX), or None to look for one."""
+    return os.environ.get("CXX") or None
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: under XDG_CACHE_HOME, else ``~/.cache``."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG rules have a relative path ignored.
+    base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    return base / "memkv-pp" / "kernels"

@@ -22,13 +22,16 @@ turbo2         16      4       1        2.5  as turbo8
 
 The ggml rows are ggml's block types; the others follow ``paged-cache-and-swap.md`` 1.1 and 1.2.
 A suffix ``e`` on nvfp4 and the turbo formats adds one power-of-two exponent byte per record,
-layer, side and KV head. How a group is packed is ``packing.py``.
+layer, side and KV head. How a group is packed is ``packing.py``, how a head is rotated
+``rotation.py``.
 """
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from memkv_pp.errors import FormatError
+
+ROTATED_SIZES = (64, 128, 256, 512)
 
 
 class Family(StrEnum):
@@ -83,7 +86,7 @@ class Format:
     def check_head_size(self, head_size: int) -> None:
         """Raise FormatError, naming the format and the size, for a head it cannot hold."""
         if self.rotated:
-            if head_size not in (64, 128, 256, 512):
+            if head_size not in ROTATED_SIZES:
                 raise FormatError(
                     f"{self.name} cannot hold a head size of {head_size}: a rotated format needs"
                     " a power of two from 64 to 512",

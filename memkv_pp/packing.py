@@ -29,7 +29,7 @@ Rows that are not ordinary:
 
 f16 rounds to nearest even and overflows to infinity. bf16 rounds to nearest even; fp8 is E4M3
 (no infinity), rounds to nearest even and saturates at 448. Every NaN becomes the one positive
-quiet NaN: 0x7FC00000, 0x7E00, 0x7FC0, 0x7F.
+quiet NaN: 0x7FC00000, 0x7E00, 0x7FC0, 0x7F. nvfp4 and the turbo formats: ``packing_groups.py``.
 """
 
 import math
@@ -38,67 +38,73 @@ from collections.abc import Sequence
 
 from memkv_pp.errors import ConfigError, FormatError
 from memkv_pp.formats import Family, Format
-
-PACKED_NAMES = ("f32", "f16", "bf16", "fp8", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-
-E4M3_MAX = 448.0
-E4M3_NAN = 0x7F
-BF16_NAN = 0x7FC0
+from memkv_pp.packing_groups import (
+    EXPONENT_BIAS,
+    check_exponent,
+    pack_sixteen,
+    unpack_sixteen,
+)
+from memkv_pp.small_floats import bf16_bits, e4m3_code, e4m3_value, to_f32
 
 _F16_NAN = 0x7E00
 _F16_DEFAULT_NAN = 0xFE00  # what inf - inf makes on the machines ggml's bytes were taken from
 _HALF = 16
 
 
-def check_packed(fmt: Format) -> None:
-    """Raise FormatError, naming the format and the packed ones, unless ``fmt`` can be packed."""
-    if fmt.name not in PACKED_NAMES:
-        raise FormatError(
-            f"--kv: {fmt.name} cannot be packed yet, it can only be sized",
-            f"packed today: {', '.join(PACKED_NAMES)}",
-        )
-
-
-def pack_group(fmt: Format, values: Sequence[float], *, scale: float = 1.0) -> tuple[bytes, bytes]:
+def pack_group(
+    fmt: Format,
+    values: Sequence[float],
+    *,
+    scale: float = 1.0,
+    exponent: int = EXPONENT_BIAS,
+    clip_search: bool = False,
+) -> tuple[bytes, bytes]:
     """(codes, scales) of one group: ``fmt.code_bytes`` and ``fmt.scale_bytes`` bytes.
 
-    ``values`` are rounded to f32 first, there must be ``fmt.group`` of them. ``scale`` is fp8's
-    scale of the layer and side; other formats have none and ignore it. FormatError for a format
-    that is not packed yet or another count, ConfigError for a scale that cannot scale.
+    ``values`` are rounded to f32 first, there must be ``fmt.group`` of them; those of a rotated
+    format are taken as they are (``rotation.py`` rotates whole heads). ``scale`` is fp8's scale of
+    the layer and side, ``exponent`` the byte that an ``e`` format keeps per record and head;
+    formats that have none ignore it. ``clip_search`` spends time on a smaller error, in nvfp4 and
+    the turbo formats. FormatError for another count or an exponent that no row sets, ConfigError
+    for a scale that cannot scale.
     """
-    check_packed(fmt)
     if len(values) != fmt.group:
         raise FormatError(f"{fmt.name} packs groups of {fmt.group} values, got {len(values)}")
     group = [to_f32(value) for value in values]
-    if fmt.family is Family.GGML:
-        return _pack_ggml(fmt, group)
-    value = group[0]
-    if fmt.name == "fp8":
-        return bytes([e4m3_code(to_f32(value * fp8_reciprocal(scale)))]), b""
-    if fmt.name == "bf16":
-        return struct.pack("<H", bf16_bits(value)), b""
-    return (struct.pack("<f", value) if fmt.name == "f32" else _f16_bytes(value)), b""
+    match fmt.family:
+        case Family.GGML:
+            return _pack_ggml(fmt, group)
+        case Family.NVFP4 | Family.TURBO:
+            return pack_sixteen(fmt, group, _exponent(fmt, exponent), clip_search=clip_search)
+        case Family.SCALED:
+            return bytes([e4m3_code(to_f32(group[0] * fp8_reciprocal(scale)))]), b""
+        case Family.PLAIN:
+            return _pack_plain(fmt, group[0]), b""
 
 
-def unpack_group(fmt: Format, codes: bytes, scales: bytes, *, scale: float = 1.0) -> list[float]:
-    """The ``fmt.group`` elements of a group, each an f32 number.
+def unpack_group(
+    fmt: Format, codes: bytes, scales: bytes, *, scale: float = 1.0, exponent: int = EXPONENT_BIAS
+) -> list[float]:
+    """The ``fmt.group`` elements of a group, each an f32 number, rotated if the format is.
 
-    FormatError for a format that is not packed yet or other lengths.
+    FormatError for other lengths, or an exponent that no row sets.
     """
-    check_packed(fmt)
     if (len(codes), len(scales)) != (fmt.code_bytes, fmt.scale_bytes):
         raise FormatError(
             f"a group of {fmt.name} is {fmt.code_bytes} + {fmt.scale_bytes} bytes,"
             f" got {len(codes)} + {len(scales)}"
         )
-    if fmt.family is Family.GGML:
-        return _unpack_ggml(fmt, codes, scales)
-    if fmt.name == "fp8":
-        fp8_reciprocal(scale)
-        return [to_f32(e4m3_value(codes[0]) * to_f32(scale))]
-    if fmt.name == "bf16":
-        codes = b"\0\0" + codes
-    return [struct.unpack("<e" if fmt.name == "f16" else "<f", codes)[0]]
+    match fmt.family:
+        case Family.GGML:
+            return _unpack_ggml(fmt, codes, scales)
+        case Family.NVFP4 | Family.TURBO:
+            return unpack_sixteen(fmt, codes, scales, _exponent(fmt, exponent))
+        case Family.SCALED:
+            fp8_reciprocal(scale)
+            return [to_f32(e4m3_value(codes[0]) * to_f32(scale))]
+        case Family.PLAIN:
+            wide = b"\0\0" + codes if fmt.name == "bf16" else codes
+            return [struct.unpack("<e" if fmt.name == "f16" else "<f", wide)[0]]
 
 
 def to_ggml_block(fmt: Format, codes: bytes, scales: bytes) -> bytes:
@@ -116,50 +122,6 @@ def from_ggml_block(fmt: Format, block: bytes) -> tuple[bytes, bytes]:
     return (codes[4:] + codes[:4] if _has_fifth_bit(fmt) else codes), scales
 
 
-def to_f32(value: float) -> float:
-    """``value`` rounded to the nearest f32, ties to even; every NaN becomes the positive one."""
-    if math.isnan(value):
-        return math.nan
-    try:
-        return struct.unpack("<f", struct.pack("<f", value))[0]
-    except OverflowError:
-        return math.copysign(math.inf, value)
-
-
-def bf16_bits(value: float) -> int:
-    """The sixteen bits of an f32 number as bf16."""
-    if math.isnan(value):
-        return BF16_NAN
-    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-
-
-def e4m3_code(value: float) -> int:
-    """The E4M3 byte nearest to ``value``, ties to even, at most 448 in size.
-
-    >>> [hex(e4m3_code(x)) for x in (2**-9, 1.0, 1.875, 2.0, 256.0, 1e9)]
-    ['0x1', '0x38', '0x3f', '0x40', '0x78', '0x7e']
-    """
-    if math.isnan(value):
-        return E4M3_NAN
-    sign = 0x80 if math.copysign(1.0, value) < 0 else 0
-    size = min(abs(value), E4M3_MAX)
-    if size < 2**-6:
-        return sign | round(size * 2**9)
-    exponent = math.frexp(size)[1] - 1
-    # A mantissa that rounds up to 16 carries into the exponent, as it should.
-    return sign | ((exponent + 7 << 3) + round(math.ldexp(size, 3 - exponent)) - 8)
-
-
-def e4m3_value(code: int) -> float:
-    """The number an E4M3 byte stands for: bias 7, three mantissa bits, 0x7F and 0xFF are NaN."""
-    exponent, mantissa = code >> 3 & 15, code & 7
-    if code & 0x7F == E4M3_NAN:
-        return math.nan
-    size = math.ldexp(8 + mantissa, exponent - 10) if exponent else math.ldexp(mantissa, -9)
-    return -size if code & 0x80 else size
-
-
 def fp8_reciprocal(scale: float) -> float:
     """``1 / scale`` in f32; ConfigError unless both are positive and finite."""
     rounded = to_f32(scale)
@@ -170,6 +132,19 @@ def fp8_reciprocal(scale: float) -> float:
             "take it from the checkpoint or calibrate it: the largest magnitude divided by 448",
         )
     return inverse
+
+
+def _exponent(fmt: Format, exponent: int) -> int:
+    if not fmt.exponent:
+        return EXPONENT_BIAS
+    check_exponent(exponent)
+    return exponent
+
+
+def _pack_plain(fmt: Format, value: float) -> bytes:
+    if fmt.name == "bf16":
+        return struct.pack("<H", bf16_bits(value))
+    return struct.pack("<f", value) if fmt.name == "f32" else _f16_bytes(value)
 
 
 def _has_fifth_bit(fmt: Format) -> bool:

@@ -8,11 +8,14 @@ import torch
 from memkv_pp.cache import kv, ops
 from memkv_pp.cache.device import TorchDevice
 from memkv_pp.cache.kv import StageCache
+from memkv_pp.cache.rotation import rotate as rotate_tensor
 from memkv_pp.errors import ConfigError, InternalError, ModelError, OutOfRecords
 from memkv_pp.fence import even
-from memkv_pp.formats import parse_format, parse_pair
+from memkv_pp.formats import FORMATS, parse_format, parse_pair
 from memkv_pp.geometry import LayerGeometry, LayerKind, ModelGeometry
-from memkv_pp.packing import PACKED_NAMES, pack_group, unpack_group
+from memkv_pp.packing import pack_group, unpack_group
+from memkv_pp.packing_groups import exponent_byte
+from memkv_pp.rotation import rotate
 from memkv_pp.sizing import CacheOptions, Footprint, Layout, size_fence
 from memkv_pp.testing.geometries import (
     full_layer,
@@ -25,12 +28,9 @@ from memkv_pp.wire import Rows
 
 POISON = 0xFF
 HEADS = 2
-# Every format on each side twice, with every block size and the flat layout among them.
-PAIRS = [
-    (f"{k}:{PACKED_NAMES[(i + shift) % len(PACKED_NAMES)]}", (16, 1, 24, 0)[(i + shift) % 4])
-    for shift in (1, 5)
-    for i, k in enumerate(PACKED_NAMES)
-]
+# Every format on each side, with every block size and the flat layout among them.
+NAMES = tuple(FORMATS)
+PAIRS = [(f"{k}:{NAMES[(i + 5) % len(NAMES)]}", (16, 1, 24, 0)[i % 4]) for i, k in enumerate(NAMES)]
 
 
 @pytest.fixture(autouse=True)
@@ -82,12 +82,26 @@ def stored(cache, layer, segment):
     )
 
 
-def truth_row(name, row):
-    """One head's row through the plain-Python packing."""
-    fmt, values = parse_format(name), []
-    for at in range(0, len(row), fmt.group):
-        values += unpack_group(fmt, *pack_group(fmt, row[at : at + fmt.group]))
-    return values
+class TruthSide:
+    """One side of one head of a sequence through the plain-Python packing, row after row."""
+
+    def __init__(self, name, record_rows):
+        self.format = parse_format(name)
+        self.record_rows = record_rows
+        self.exponent = 127
+        self.rows = []
+
+    def append(self, row):
+        fmt = self.format
+        if fmt.rotated:
+            row = rotate(row)
+        if fmt.exponent and len(self.rows) % self.record_rows == 0:
+            self.exponent = exponent_byte(row)
+        values = []
+        for at in range(0, len(row), fmt.group):
+            packed = pack_group(fmt, row[at : at + fmt.group], exponent=self.exponent)
+            values += unpack_group(fmt, *packed, exponent=self.exponent)
+        self.rows.append(values)
 
 
 def attend_oracle(query_THD, key_HLD, value_HLD, scale):
@@ -107,8 +121,11 @@ def attend_oracle(query_THD, key_HLD, value_HLD, scale):
     return torch.stack(out, 1)
 
 
-def step(cache, entries, generator, dtype=torch.float32, group=1, fixed=False):
-    """Run rows of (sequence, start, count) through every layer: the batch, inputs and outputs."""
+def step(cache, entries, generator, dtype=torch.float32, group=1, fixed=False, size=1.0):
+    """Run rows of (sequence, start, count) through every layer: the batch, inputs and outputs.
+
+    Keys and values are normal with a sigma of ``size``.
+    """
     batch = cache.extend(
         [Rows(sequence, start, count, False) for sequence, start, count in entries]
     )
@@ -119,7 +136,7 @@ def step(cache, entries, generator, dtype=torch.float32, group=1, fixed=False):
         value = torch.randn(num_rows, layout.v.heads, layout.v.head_size, generator=generator)
         shape = (num_rows, group * layout.k.heads, layout.k.head_size)
         query = torch.randn(shape, generator=generator)
-        tensors = tuple(t.to(dtype) for t in (query, key, value))
+        tensors = tuple(t.to(dtype) for t in (query, key * size, value * size))
         out = cache.append_and_attend(layout.layer, batch, *tensors, 0.2, fixed=fixed)
         made.append((*tensors, out))
     return batch, made
@@ -130,36 +147,41 @@ def step(cache, entries, generator, dtype=torch.float32, group=1, fixed=False):
 def test_a_random_walk_keeps_every_row_as_packed(pair, block):
     seed = PAIRS.index((pair, block))
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    cache = make(pair=pair, block=block, records=150 if block == 1 else 12, sequences=3)
+    layers = [attention_layer(2, 64, 128), attention_layer(1, 128, 64)]
+    cache = make(layers, pair, block, records=120 if block == 1 else 12, sequences=3)
     names = pair.split(":")
+    record_rows = cache.arena.sizing.options.record_rows
     oracle = {}
     reused = 0
-    for opened in range(16):
+    for opened in range(14):
         if len(oracle) == 3:
             victim = dice.choice(list(oracle))
             cache.close(victim)
             del oracle[victim]
             reused += 1
         cache.open(opened)
-        oracle[opened] = [([], []) for _ in layouts(cache)]
+        oracle[opened] = [
+            [[TruthSide(name, record_rows) for _ in range(layout.k.heads)] for name in names]
+            for layout in layouts(cache)
+        ]
         chosen = dice.sample(list(oracle), dice.randint(1, len(oracle)))
-        entries = [(s, len(oracle[s][0][0]), dice.randint(1, 9)) for s in chosen]
-        batch, made = step(cache, entries, generator)
+        entries = [(s, cache.length(s), dice.randint(1, 7)) for s in chosen]
+        # Rows of many sizes: an exponent that came from another row would show.
+        batch, made = step(cache, entries, generator, size=10.0 ** dice.randint(-3, 1))
         for layer, (_, key, value, out) in enumerate(made):
             assert not out.isnan().any()
             for segment, (sequence, _, _) in zip(batch.segments, entries, strict=True):
                 rows = slice(segment.first, segment.first + segment.num_rows)
-                for side, values in enumerate((key, value)):
+                for heads, values in zip(oracle[sequence][layer], (key, value), strict=True):
                     for row in values[rows].tolist():
-                        oracle[sequence][layer][side].append(
-                            [truth_row(names[side], head) for head in row]
-                        )
+                        for truth, head in zip(heads, row, strict=True):
+                            truth.append(head)
         cache.check()
         for segment, (sequence, _, _) in zip(batch.segments, entries, strict=True):
             assert cache.length(sequence) == segment.length
             for layer in range(len(made)):
                 for side, found in enumerate(stored(cache, layer, segment)):
-                    expected = torch.tensor(oracle[sequence][layer][side]).transpose(0, 1)
+                    expected = torch.tensor([head.rows for head in oracle[sequence][layer][side]])
                     assert torch.equal(found, expected)
     assert reused >= 10
     for sequence in list(oracle):
@@ -169,11 +191,11 @@ def test_a_random_walk_keeps_every_row_as_packed(pair, block):
 
 
 @pytest.mark.parametrize("poison", [0x00, 0x7F, 0xFF])
-@pytest.mark.parametrize("pair", ["f32", "q8_0:q5_1", "fp8:bf16"])
+@pytest.mark.parametrize("pair", ["f32", "q8_0:q5_1", "fp8:bf16", "turbo4e:nvfp4e"])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_what_lay_in_the_arena_before_does_not_change_a_bit(poison, pair, fixed):
     def outputs(byte):
-        cache = make(pair=pair)
+        cache = make([attention_layer(HEADS, 64, 128)] * 2, pair)
         cache.arena.storage.fill_(byte)
         generator = torch.Generator().manual_seed(1)
         for sequence in (0, 1):
@@ -365,6 +387,60 @@ def test_attention_is_the_causal_softmax_of_the_stored_rows(
             key, value = stored(cache, 0, segment)
             expected = attend_oracle(query[rows], key, value, 0.2)
             assert (out[rows].double() - expected).abs().max() < bound
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("pair", ["turbo8e:turbo4", "turbo4:f32", "bf16:turbo3e", "turbo2:turbo2e"])
+def test_attention_over_rotated_rows_is_that_over_the_rows_turned_back(pair, fixed):
+    assert rotated_attention_error(pair, fixed) < 1e-5
+
+
+def rotated_attention_error(pair, fixed=False):
+    """The largest difference of attention over a cache from that over its rows turned back."""
+    cache = make([attention_layer(2, 128, 64)], pair)
+    generator = torch.Generator().manual_seed(6)
+    sides = parse_pair(pair)
+    worst = 0.0
+    for sequence in (0, 1):
+        cache.open(sequence)
+    for entries in ([(0, 0, 9)], [(0, 9, 8), (1, 0, 13)], [(1, 13, 1), (0, 17, 1)]):
+        batch, ((query, _, _, out),) = step(cache, entries, generator, group=3, fixed=fixed)
+        for segment in batch.segments:
+            rows = slice(segment.first, segment.first + segment.num_rows)
+            key, value = (
+                rotate_tensor(held, inverse=True) if side.rotated else held
+                for side, held in zip((sides.k, sides.v), stored(cache, 0, segment), strict=True)
+            )
+            expected = attend_oracle(query[rows], key, value, 0.2)
+            worst = max(worst, (out[rows].double() - expected).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("bookend", ["rotate_query", "unrotate_output"])
+def test_the_gate_of_rotated_attention_goes_red_without_a_bookend(monkeypatch, bookend):
+    monkeypatch.setattr(ops, bookend, lambda side, rows: rows)
+    assert rotated_attention_error("turbo8:turbo8") > 0.1
+
+
+def test_a_record_keeps_the_exponents_of_its_first_row():
+    cache = make([attention_layer(2, 64, 64)], "turbo4e:nvfp4e", records=4)
+    cache.open(0)
+    view = ops.layer_view(cache.arena, layouts(cache)[0])
+
+    def write(start, count, sizes):
+        batch = cache.extend([Rows(0, start, count, False)])
+        rows = torch.ones(count, 2, 64) * torch.tensor(sizes)[:, None]
+        cache.append_and_attend(0, batch, rows, rows, rows, 1.0, fixed=False)
+        return [side.exponents[:2, :, 0, 0].tolist() for side in (view.k, view.v)]
+
+    # K is rotated before its exponents are chosen: only the ratio of its heads is plain to see.
+    k, v = write(0, 1, [4.0, 0.5])
+    assert v == [[127, 124], [POISON, POISON]]
+    assert k[0][0] - k[0][1] == 3
+    assert write(1, 15, [64.0, 64.0]) == [k, v]
+    k, v = write(16, 2, [64.0, 4.0])
+    assert v == [[127, 124], [131, 127]]
+    assert k[1][0] - k[1][1] == 4
 
 
 def test_sequences_are_unpacked_in_groups_of_bounded_size(monkeypatch):

@@ -9,11 +9,14 @@ import torch
 from gguf.quants import dequantize, quantize
 
 from memkv_pp.cache.codec import decode, encode
+from memkv_pp.cache.packing_groups import exponent_bytes
 from memkv_pp.errors import FormatError
 from memkv_pp.formats import FORMATS, parse_format
-from memkv_pp.packing import PACKED_NAMES, pack_group, unpack_group
+from memkv_pp.packing import pack_group, unpack_group
+from memkv_pp.packing_groups import exponent_byte
 
 GGML_NAMES = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+SIXTEENS = tuple(name for name, fmt in FORMATS.items() if fmt.group == 16)
 INF = math.inf
 
 
@@ -40,6 +43,12 @@ def adversarial_rows():
             [-INF, 1.0],
         )
     ]
+    # One whose sum of squares tells the order of summation (see test_packing_groups.py).
+    odd.append(torch.tensor([
+        1.21186566, -0.547150135, -2.0968411, -1.17225707, -0.093301788, -0.824736595, -0.323974967,
+        1.53224158, -0.323843807, -0.693662822, 0.00229988992, 1.27801585, 1.80267668, 0.706810534,
+        -0.336102813, -0.512622535,
+    ]).repeat(4))  # fmt: skip
     odd += list(torch.zeros(4, 64).copysign(torch.randn(4, 64, generator=generator)))
     odd += [torch.tensor(([-0.0, 0.0, 1.0, 2.0], [0.0, -0.0, -1.0, -2.0])[i] * 16) for i in (0, 1)]
     return torch.cat([(random * powers[:, None]).float(), torch.stack([o.float() for o in odd])])
@@ -53,11 +62,12 @@ def rows_with_nan():
     return rows
 
 
-def truth(fmt, row, scale):
+def truth(fmt, row, scale=1.0, exponent=127, *, clip_search=False):
     """(codes, scales, f32 values) of a row, group by group."""
     groups = [row[i : i + fmt.group] for i in range(0, len(row), fmt.group)]
-    packed = [pack_group(fmt, group, scale=scale) for group in groups]
-    values = [x for c, s in packed for x in unpack_group(fmt, c, s, scale=scale)]
+    said = {"scale": scale, "exponent": exponent}
+    packed = [pack_group(fmt, group, **said, clip_search=clip_search) for group in groups]
+    values = [x for c, s in packed for x in unpack_group(fmt, c, s, **said)]
     return b"".join(c for c, _ in packed), b"".join(s for _, s in packed), values
 
 
@@ -70,7 +80,7 @@ def assert_same_f32(found, expected):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.037])
-@pytest.mark.parametrize("name", PACKED_NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_rows_have_the_bytes_and_the_values_of_their_groups(name, scale):
     fmt = parse_format(name)
     rows = torch.cat([adversarial_rows(), rows_with_nan()])
@@ -87,6 +97,71 @@ def test_rows_have_the_bytes_and_the_values_of_their_groups(name, scale):
         assert bytes(codes[index].tolist()) == expected_codes, row
         assert bytes(scales[index].tolist()) == expected_scales, row
         assert_same_f32(values[index], torch.tensor(expected_values))
+
+
+def levels_and_boundaries_rows():
+    """[rows, 64]: groups whose elements lie on, or just beside, the boundaries of the codes."""
+    rows = []
+    for top, inner in ((2.7326, 0.2582), (2.152, 0.501), (1.5104, 0.9816), (6.0, 0.25)):
+        edges = torch.tensor([inner, top / 2, 1.05, 1.748, 1.25, 2.5, 5.0, 0.75]) / (8 / top)
+        edges = torch.cat([edges, -edges.nextafter(torch.zeros(8))])
+        for scale in (1.0, 2.0**-7, 3e-3, 1e-4, 2.0**9, 300.0):
+            group = edges.clone() * scale
+            group[3] = top * scale
+            rows.append(group.repeat(4))
+    return torch.stack(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip_search", [False, True])
+@pytest.mark.parametrize("name", SIXTEENS)
+def test_groups_of_sixteen_have_the_bytes_of_the_truth_at_any_exponent(name, clip_search):
+    fmt = parse_format(name)
+    generator = torch.Generator().manual_seed(8)
+    spread = 10.0 ** torch.linspace(-9, 6, 31)[:, None]
+    rows = torch.cat(
+        [
+            torch.randn(31, 64, generator=generator) * spread,
+            torch.randn(20, 64, generator=generator),
+            levels_and_boundaries_rows(),
+            adversarial_rows(),
+            rows_with_nan(),
+        ]
+    )
+    exponents = exponent_bytes(rows)
+    if not fmt.exponent:
+        assert (exponents != 127).any()
+    # Own, fixed, and that of another row: small rows under large exponents and the reverse.
+    for bytes_of_rows in (exponents, torch.full_like(exponents, 131), exponents.flip(0)):
+        codes, scales = encode(fmt, rows, exponents=bytes_of_rows, clip_search=clip_search)
+        values = decode(fmt, codes, scales, 64, torch.float32, exponents=bytes_of_rows)
+        for index, row in enumerate(rows.tolist()):
+            exponent = int(bytes_of_rows[index])
+            expected = truth(fmt, row, exponent=exponent, clip_search=clip_search)
+            assert bytes(codes[index].tolist()) == expected[0], row
+            assert bytes(scales[index].tolist()) == expected[1], row
+            assert_same_f32(values[index], torch.tensor(expected[2]))
+
+
+def test_exponent_bytes_are_those_of_the_truth():
+    rows = torch.cat(
+        [adversarial_rows(), rows_with_nan(), torch.tensor([[4.0], [7.99], [8.0]]).repeat(1, 64)]
+    )
+    assert exponent_bytes(rows).tolist() == [exponent_byte(row) for row in rows.tolist()]
+
+
+@pytest.mark.parametrize("name", ["nvfp4e", "turbo3e"])
+def test_exponents_are_shared_by_the_rows_they_broadcast_to(name):
+    fmt = parse_format(name)
+    rows = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(9)) / 300
+    exponents = exponent_bytes(rows[:, :1])
+    assert exponents.shape == (2, 1)
+    shared = encode(fmt, rows, exponents=exponents)
+    apart = encode(fmt, rows, exponents=exponents.expand(2, 5))
+    assert all(map(torch.equal, shared, apart))
+    assert not torch.equal(shared[1], encode(fmt, rows)[1])
+    found = decode(fmt, *shared, 64, torch.float32, exponents=exponents)
+    assert (found - rows).abs().max() < 0.0035
 
 
 @pytest.mark.parametrize("name", GGML_NAMES)
@@ -111,7 +186,7 @@ def test_rows_have_the_bytes_and_the_values_of_gguf(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", PACKED_NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_half_rows_are_packed_from_f32_and_come_back_rounded_once(name, dtype):
     fmt = parse_format(name)
     rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -152,7 +227,7 @@ def test_plain_rows_are_views_both_ways(name):
     assert decode(fmt, codes, scales, 8, dtype).data_ptr() == rows.data_ptr()
 
 
-@pytest.mark.parametrize("name", PACKED_NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("offset", [0, 1, 16])
 def test_strided_slices_of_an_arena_decode_as_contiguous_rows(name, offset):
     fmt = parse_format(name)
@@ -169,7 +244,7 @@ def test_strided_slices_of_an_arena_decode_as_contiguous_rows(name, offset):
     assert torch.equal(found, decode(fmt, codes, scales, 64, torch.float32))
 
 
-@pytest.mark.parametrize("name", PACKED_NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_decoding_leaves_the_cache_as_it_was(name):
     fmt = parse_format(name)
     codes, scales = encode(fmt, torch.randn(3, 64, generator=torch.Generator().manual_seed(5)))
@@ -179,7 +254,7 @@ def test_decoding_leaves_the_cache_as_it_was(name):
     assert torch.equal(scales, before[1])
 
 
-@pytest.mark.parametrize("name", PACKED_NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_encoding_leaves_the_rows_as_they_were(name):
     rows = torch.cat([adversarial_rows(), rows_with_nan()])
     before = rows.clone()
@@ -187,7 +262,7 @@ def test_encoding_leaves_the_rows_as_they_were(name):
     assert torch.equal(rows.view(torch.int32), before.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", PACKED_NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_no_rows_are_no_bytes_and_transposed_rows_are_packed_in_their_order(name):
     fmt = parse_format(name)
     codes, scales = encode(fmt, torch.empty(2, 0, 64))
@@ -201,17 +276,6 @@ def test_no_rows_are_no_bytes_and_transposed_rows_are_packed_in_their_order(name
     assert torch.equal(turned[1], straight[1])
 
 
-def test_formats_that_are_only_sized_are_refused_by_name():
-    for fmt in FORMATS.values():
-        if fmt.name in PACKED_NAMES:
-            continue
-        empty = torch.empty(1, fmt.code_row_bytes(64), dtype=torch.uint8)
-        with pytest.raises(FormatError, match=rf"{fmt.name} .*q5_1"):
-            encode(fmt, torch.zeros(1, 64))
-        with pytest.raises(FormatError, match=rf"{fmt.name} .*q5_1"):
-            decode(fmt, empty, empty, 64, torch.float32)
-
-
 def test_heads_and_rows_of_the_wrong_length_are_refused():
     fmt = parse_format("q8_0")
     with pytest.raises(FormatError, match="q8_0 cannot hold a head size of 80"):
@@ -223,7 +287,7 @@ def test_heads_and_rows_of_the_wrong_length_are_refused():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", PACKED_NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_gpu_makes_the_same_bytes_and_values(name):
     fmt = parse_format(name)
     rows = adversarial_rows()

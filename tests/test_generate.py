@@ -109,7 +109,7 @@ def test_a_single_refused_prompt_is_the_commands_own_error(call):
     ("words", "named"),
     [
         (("--prompt", "a", "--kv", "int8"), "--kv"),
-        (("--prompt", "a", "--kv", "nvfp4"), "nvfp4"),
+        (("--prompt", "a", "--kv", "turbo4"), "turbo4"),
         (("--prompt", "a", "--stages", "9"), "--stages"),
         (("--prompt", "a", "--fence", "0,2"), "--fence"),
         (("--prompt", "a", "--fence", "0,2,5", "--stages", "3"), "--fence"),

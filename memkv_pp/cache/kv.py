@@ -8,6 +8,7 @@ import torch
 from memkv_pp.cache import ops
 from memkv_pp.cache.arena import Arena
 from memkv_pp.cache.device import Device
+from memkv_pp.cache.host_attention import HostAttention, SegmentTable, segment_table, serves
 from memkv_pp.errors import InternalError, ModelError
 from memkv_pp.geometry import LayerKind, ModelGeometry
 from memkv_pp.pools import Pool
@@ -62,7 +63,9 @@ class Batch:
     """The rows of a step: position (int64 [T]), record and row in the record (int64 [W]) of each.
 
     The last T - W rows are padding: they are at position 0 and write nothing. ``segments`` are in
-    the order of their rows; ``gathers`` has each of them once, in that order.
+    the order of their rows. ``table`` has them for layers that are attended where they lie,
+    ``gathers`` each of them once, in that order, for layers that are unpacked first; a batch whose
+    cache has none of either kind leaves it out.
     """
 
     positions: torch.Tensor
@@ -70,12 +73,15 @@ class Batch:
     rows: torch.Tensor
     segments: tuple[Segment, ...]
     gathers: tuple[Gather, ...]
+    table: SegmentTable | None
 
 
 class StageCache:
     """Full-attention rows of a stage's layers, in records of the arena.
 
-    ``max_sequences`` bounds the open sequences. ``ModelError`` for a layer kind that is not served.
+    ``max_sequences`` bounds the open sequences. Layers that ``attention`` serves are attended where
+    they lie; without it, and on other layers, rows are unpacked before each step, and
+    ``rows_unpacked`` counts them. ``ModelError`` for a layer kind that is not served.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class StageCache:
         units: Footprint,
         *,
         max_sequences: int,
+        attention: HostAttention | None = None,
     ) -> None:
         for layer in range(sizing.lo, sizing.hi):
             kind = geometry.layers[layer].kind
@@ -102,6 +109,13 @@ class StageCache:
             layout.layer: ops.layer_view(self.arena, layout)
             for layout in (sizing.full.layers if sizing.full else ())
         }
+        self._attention = attention
+        self._in_place = frozenset(
+            layer
+            for layer, view in self._views.items()
+            if attention is not None and serves(view.k) and serves(view.v)
+        )
+        self.rows_unpacked = 0
         self._slots = Pool(max_sequences, "sequence slots")
         self._lengths = device.zeros(max_sequences, torch.int32)
         self._tables: dict[int, _Table] = {}
@@ -182,6 +196,7 @@ class StageCache:
             columns[0] % block,
             tuple(segments),
             self._gathers(segments),
+            self._table_of(segments),
         )
 
     def sub_batch(self, batch: Batch, first: int, last: int, padded: int) -> Batch:
@@ -200,6 +215,7 @@ class StageCache:
             batch.rows[first:last],
             tuple(segments),
             self._gathers(segments),
+            self._table_of(segments),
         )
 
     def append_and_attend(
@@ -215,23 +231,31 @@ class StageCache:
     ) -> torch.Tensor:
         """Store the batch's rows of ``layer`` and attend: [T, query heads, D of V].
 
-        ``fixed`` makes every row bit-identical in any company (``ops.attend_fixed``); rows of no
-        segment come out as zeros.
+        ``fixed`` makes every row bit-identical in any company (``ops.attend_fixed``); in place it
+        always is. Rows of no segment come out as zeros.
         """
         view = self._views[layer]
         written = len(batch.records)
         ops.append(view.k, batch.records, batch.rows, key_THD[:written])
         ops.append(view.v, batch.records, batch.rows, value_THD[:written])
+        if layer in self._in_place:
+            assert self._attention is not None
+            assert batch.table is not None
+            return self._attention.attend(
+                view.k, view.v, query_THD, batch.table, scale, threads=torch.get_num_threads()
+            )
+        query_THD = ops.rotate_query(view.k, query_THD)
         out = query_THD.new_zeros(*query_THD.shape[:2], view.v.head_size)
         kernel = ops.attend_fixed if fixed else ops.attend
         for gather in batch.gathers:
             key_HLD = ops.gather(view.k, gather.records, query_THD.dtype)
             value_HLD = ops.gather(view.v, gather.records, query_THD.dtype)
+            self.rows_unpacked += key_HLD.shape[1]
             for segment, start in zip(gather.segments, gather.starts, strict=True):
                 rows = slice(segment.first, segment.first + segment.num_rows)
                 held = slice(start, start + segment.length)
                 out[rows] = kernel(query_THD[rows], key_HLD[:, held], value_HLD[:, held], scale)
-        return out
+        return ops.unrotate_output(view.v, out)
 
     def release(self) -> None:
         """Give the arena back; may be called twice."""
@@ -274,7 +298,15 @@ class StageCache:
         after = self._sizing.footprint(entry.start + entry.num_rows).full_records
         return after - len(self._tables[entry.sequence].records)
 
+    def _table_of(self, segments: Sequence[Segment]) -> SegmentTable | None:
+        if not self._in_place:
+            return None
+        entries = [(s.first, s.num_rows, s.length, s.records) for s in segments]
+        return segment_table(entries, self._sizing.options.record_rows)
+
     def _gathers(self, segments: Sequence[Segment]) -> tuple[Gather, ...]:
+        if len(self._in_place) == len(self._views):
+            return ()
         block = self._sizing.options.record_rows
         gathers: list[Gather] = []
         records: list[torch.Tensor] = []

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from memkv_pp.cache import host_kernels
 from memkv_pp.cache.arena import Arena
 from memkv_pp.cache.codec import decode, encode
+from memkv_pp.cache.host_codec import HostCodec
+from memkv_pp.cache.packing_groups import exponent_bytes
+from memkv_pp.cache.rotation import rotate
 from memkv_pp.formats import Format
 from memkv_pp.records import LayerLayout, Side
 
@@ -21,12 +25,16 @@ FIXED_KEYS = 128
 
 @dataclass(frozen=True, slots=True)
 class SideView:
-    """K or V of one layer in the arena: codes and scales, uint8 [N, H, B, row bytes]."""
+    """K or V of one layer in the arena: codes and scales, uint8 [N, H, B, row bytes].
+
+    ``exponents`` is uint8 [N, H, 1, 1], or [N, H, 1, 0] for a format without them.
+    """
 
     format: Format
     head_size: int
     codes: torch.Tensor
     scales: torch.Tensor
+    exponents: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,7 @@ def layer_view(arena: Arena, layout: LayerLayout) -> LayerView:
             side.head_size,
             arena.full_part(side.codes),
             arena.full_part(side.scales),
+            arena.full_part(side.exponents),
         )
 
     assert layout.v is not None
@@ -55,25 +64,64 @@ def layer_view(arena: Arena, layout: LayerLayout) -> LayerView:
 def append(
     side: SideView, records_T: torch.Tensor, rows_T: torch.Tensor, values_THD: torch.Tensor
 ) -> None:
-    """Pack ``values_THD`` into (record, row) pairs, int64 and distinct within one call."""
-    codes, scales = encode(side.format, values_THD)
+    """Pack ``values_THD`` into (record, row) pairs, int64 and distinct within one call.
+
+    A negative record writes nothing. Rows of a rotated format are rotated first. Row 0 of a
+    record sets the exponents of an ``e`` format, so it is written before the others, or with them.
+    """
+    codec = _host_codec(side, values_THD.dtype)
+    if codec is not None:
+        codec.append(side.format, side.codes, side.scales, records_T, rows_T, values_THD)
+        return
+    if bool((records_T < 0).any()):
+        written = records_T >= 0
+        records_T, rows_T, values_THD = records_T[written], rows_T[written], values_THD[written]
+    if side.format.rotated:
+        values_THD = rotate(values_THD)
+    exponents = None
+    if side.format.exponent:
+        first = rows_T == 0
+        side.exponents[records_T[first], :, 0, 0] = exponent_bytes(values_THD[first])
+        exponents = side.exponents[records_T, :, 0, 0]
+    codes, scales = encode(side.format, values_THD, exponents=exponents)
     side.codes[records_T, :, rows_T] = codes
     if scales.shape[-1]:
         side.scales[records_T, :, rows_T] = scales
 
 
 def gather(side: SideView, records_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """All rows of ``records_N``, unpacked in order: [H, N * B, D] in ``dtype``.
+    """All rows of ``records_N``, unpacked in order: [H, N * B, D] in ``dtype``, rotated as stored.
 
     Rows that were never written come out as anything, NaN included: do not read them.
     """
+    codec = _host_codec(side, dtype)
+    if codec is not None:
+        return codec.gather(side.format, side.head_size, side.codes, side.scales, records_N, dtype)
 
     # Heads move to the front while the rows are packed, when that moves the fewest bytes.
     def taken(part: torch.Tensor) -> torch.Tensor:
         return part.index_select(0, records_N).transpose(0, 1).contiguous()
 
-    rows_HNBD = decode(side.format, taken(side.codes), taken(side.scales), side.head_size, dtype)
+    exponents = taken(side.exponents).squeeze(-1) if side.format.exponent else None
+    rows_HNBD = decode(
+        side.format,
+        taken(side.codes),
+        taken(side.scales),
+        side.head_size,
+        dtype,
+        exponents=exponents,
+    )
     return rows_HNBD.flatten(1, 2)
+
+
+def rotate_query(side: SideView, query_THD: torch.Tensor) -> torch.Tensor:
+    """The query as the rows of K are stored: rotated, in its own dtype, if they are."""
+    return rotate(query_THD).to(query_THD.dtype) if side.format.rotated else query_THD
+
+
+def unrotate_output(side: SideView, out_THD: torch.Tensor) -> torch.Tensor:
+    """Weighted sums of V's rows as they were before they were rotated to be stored."""
+    return rotate(out_THD, inverse=True).to(out_THD.dtype) if side.format.rotated else out_THD
 
 
 def attend(
@@ -132,6 +180,13 @@ def attend_fixed(
         top = new_top
     out = (out / total).reshape(heads * group, FIXED_ROWS, -1).transpose(0, 1)
     return out[:num_rows].to(query_THD.dtype)
+
+
+def _host_codec(side: SideView, dtype: torch.dtype) -> HostCodec | None:
+    kernels = host_kernels.loaded()
+    if kernels is None or not HostCodec.covers(side.format, side.codes, dtype):
+        return None
+    return kernels.codec
 
 
 def _causal_mask(num_rows: int, first: int, num_keys: int, device: torch.device) -> torch.Tensor:

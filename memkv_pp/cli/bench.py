@@ -1,15 +1,19 @@
 """``memkv-pp bench``: our figures beside a peer's, as ratios of one run."""
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memkv_pp.cli import options
 from memkv_pp.cli.output import Table, write_message, write_result
 from memkv_pp.errors import ConfigError
 
-SUITES = ("pipeline",)
+if TYPE_CHECKING:
+    from memkv_pp.bench.rows import Row
+
+SUITES = ("codec", "attend", "pipeline")
 DEFAULT_MODEL = ".models/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -19,7 +23,8 @@ def add_parser(commands: Any) -> None:
         "bench",
         help="speed as ratios: above 1 ours is better",
         description="Measure ours and a peer in one run, in turns, once both give the same answer.",
-        epilog="examples:\n  memkv-pp bench\n  memkv-pp bench --suite pipeline --rounds 5 --json",
+        epilog="examples:\n  memkv-pp bench --suite codec\n  memkv-pp bench --suite attend\n"
+        "  memkv-pp bench --suite pipeline --rounds 5 --json",
     )
     parser.add_argument(
         "--suite", choices=SUITES, default=None, help="one suite (default: all of them)"
@@ -35,14 +40,14 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the suites and write their rows."""
     options.at_least_one("--rounds", args.rounds)
-    model = Path(args.model)
-    if not model.exists():
-        raise ConfigError(f"--model: {model} does not exist", "run `make model`, or name a model")
-    from memkv_pp.bench import pipeline
-
+    suites = SUITES if args.suite is None else (args.suite,)
+    if "pipeline" in suites and not Path(args.model).exists():
+        raise ConfigError(
+            f"--model: {args.model} does not exist", "run `make model`, or name a model"
+        )
     rows: list[dict[str, Any]] = []
-    for row in pipeline.run(model, rounds=args.rounds):
-        write_message(f"{row.name}: {row.ours:.3f} {row.unit}, ratio {row.ratio:.2f}")
+    for row in _rows(suites, Path(args.model), args.rounds):
+        write_message(f"{row.name}: {row.ours:.3f} {row.unit}, ratio to {row.peer} {row.ratio:.2f}")
         rows.append(asdict(row))
     columns = ("name", "ours", "unit", "peer", "peer value", "ratio", "threads")
     table = Table(
@@ -64,3 +69,18 @@ def run(args: argparse.Namespace) -> int:
     )
     write_result("bench", {"rows": rows}, [table], as_json=args.json)
     return 0
+
+
+def _rows(suites: tuple[str, ...], model: Path, rounds: int) -> Iterator["Row"]:
+    if "codec" in suites:
+        from memkv_pp.bench import codec
+
+        yield from codec.run(rounds=rounds)
+    if "attend" in suites:
+        from memkv_pp.bench import attend
+
+        yield from attend.run(rounds=rounds)
+    if "pipeline" in suites:
+        from memkv_pp.bench import pipeline
+
+        yield from pipeline.run(model, rounds=rounds)

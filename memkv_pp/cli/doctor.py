@@ -75,6 +75,7 @@ def all_checks() -> list[Check]:
         _python(),
         *(package_check(name, module, ranges) for name, module in MODULES.items()),
         _compiler(),
+        _host_kernels(),
         _cuda(),
         _space("shared memory", SHARED_MEMORY, GIB, "Ray keeps objects there: mount it larger"),
         _space("disk", Path(tempfile.gettempdir()), GIB, "the disk tier and Ray need room"),
@@ -146,6 +147,18 @@ def _compiler() -> Check:
             hint="install g++ or clang++",
         )
     return Check(check="c++ compiler", ok=True, found=found)
+
+
+def _host_kernels() -> Check:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from memkv_pp.cache import host_kernels
+
+            status = host_kernels.status()
+    except ImportError as error:
+        return Check(check="host kernels", ok=False, found=str(error), hint="reinstall torch")
+    return Check(check="host kernels", ok=status.ok, found=status.found, hint=status.hint)
 
 
 def _cuda() -> Check:

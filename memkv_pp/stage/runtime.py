@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from memkv_pp.cache import host_attention, host_kernels
 from memkv_pp.cache.device import TorchDevice
 from memkv_pp.cache.kv import StageCache
 from memkv_pp.clock import Clock, SystemClock
@@ -44,7 +45,8 @@ class StageStatistics:
 class StageRuntime:
     """Owns one stage's weights and cache, and applies plans strictly by number.
 
-    The constructor loads the weights and allocates the arena. Not thread-safe: one thread, which
+    The constructor compiles the host kernels where they are not yet, loads the weights and
+    allocates the arena. Not thread-safe: one thread, which
     the constructor sets to ``config.threads`` torch threads.
     """
 
@@ -54,6 +56,8 @@ class StageRuntime:
         self._stage = stage
         self._clock = clock or SystemClock()
         self._device = TorchDevice(config.devices[stage])
+        if self._device.torch_device.type == "cpu":
+            host_kernels.load()
         memory.reset_peak()
         self._resident_before = memory.resident_bytes()
         self._first = stage == 0
@@ -74,6 +78,7 @@ class StageRuntime:
                 config.sizings()[stage],
                 config.units[stage],
                 max_sequences=config.max_sequences,
+                attention=host_attention.loaded(),
             )
         self._runner = Runner(self._model, self._cache, layers, deterministic=config.deterministic)
         if config.deterministic:
