@@ -137,9 +137,9 @@ class HostAttention:
         ``query_TQD``: f32, bf16 or f16, Q a multiple of H. Scores are
         ``cap * tanh(q . k * scale / cap)``, without the cap where it is 0. ``window``: a row sees
         so many keys, itself among them; 0 is all. ``k_scale`` and ``v_scale`` are fp8's. Rows of no
-        segment come out as zeros. ``log_sum_exp_TQ``, f32, is filled for the rows of segments: the logarithm of the summed
-        exponentials of the scores, minus infinity over no key. InternalError for what the kernel
-        does not serve, or for records outside the arena.
+        segment come out as zeros. ``log_sum_exp_TQ``, f32, is filled for the rows of segments: the
+        logarithm of the summed exponentials of the scores. InternalError for what the kernel does
+        not serve, or for records outside the arena.
         """
         if query_TQD.stride(-1) != 1:
             query_TQD = query_TQD.contiguous()
