@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memkv_pp.errors import InternalError
 
@@ -24,30 +24,21 @@ def higher_is_better(
     name: str, ours: float, unit: str, peer: str, peer_value: float, threads: int
 ) -> Row:
     """A row of rates."""
-    ratio = ours / peer_value
-    return Row(
-        name=name,
-        ours=ours,
-        unit=unit,
-        peer=peer,
-        peer_value=peer_value,
-        ratio=ratio,
-        threads=threads,
-    )
+    row = lower_is_better(name, ours, unit, peer, peer_value, threads)
+    return replace(row, ratio=ours / peer_value)
 
 
 def lower_is_better(
     name: str, ours: float, unit: str, peer: str, peer_value: float, threads: int
 ) -> Row:
     """A row of times or sizes."""
-    ratio = peer_value / ours
     return Row(
         name=name,
         ours=ours,
         unit=unit,
         peer=peer,
         peer_value=peer_value,
-        ratio=ratio,
+        ratio=peer_value / ours,
         threads=threads,
     )
 
