@@ -4,8 +4,7 @@ A description knows its own size in *elements*; ``formats.py`` turns elements in
 ``sizing.py`` is the only place that adds them up. Reading metadata files is ``model/``.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from memkv_pp.errors import GeometryError
@@ -163,8 +162,3 @@ def uniform_geometry(
         value_head_size=head_size,
     )
     return ModelGeometry(name=name, family="uniform", layers=(layer,) * num_layers)
-
-
-def with_layers(geometry: ModelGeometry, layers: Sequence[LayerGeometry]) -> ModelGeometry:
-    """The same model with other trunk layers."""
-    return replace(geometry, layers=tuple(layers), file_bytes_by_layer=())
