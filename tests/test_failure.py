@@ -88,6 +88,9 @@ def test_losing_a_stage_is_a_typed_error_within_the_deadline_and_leaves_nothing(
             noticed_s = time.monotonic() - struck
             pipeline.coordinator.check()
             held = pipeline.coordinator.ledger.statistics().held_bytes
+            if blow == signal.SIGKILL:
+                with pytest.raises(StageLost, match="does not say what it holds"):
+                    await pipeline.stages.statistics()
         return completions, pids, noticed_s, held
 
     completions, pids, noticed_s, held = asyncio.run(scenario())

@@ -5,10 +5,11 @@ import contextlib
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -18,13 +19,30 @@ from ray.util.scheduling_strategies import (
 from memkv_pp.admission.ports import ZmqPort
 from memkv_pp.clock import SystemClock
 from memkv_pp.config import LinkKind, PipelineConfig, ray_address
-from memkv_pp.errors import ConfigError, StageLost
+from memkv_pp.errors import ConfigError, MemkvError, StageLost
 from memkv_pp.stage.actor import Placement, Wiring, kill_process, remote_stage
 from memkv_pp.stage.link import CurveKeys, host_rendezvous
 from memkv_pp.stage.runtime import StageStatistics
 
 _OBJECT_STORE_BYTES = 100 * 1024**2
 _CLOSE_TIMEOUT_S = 5.0
+
+
+@contextlib.contextmanager
+def _typed(what: str) -> Iterator[None]:
+    """Turn what Ray raises into StageLost; our own errors, raised in an actor, stay themselves."""
+    try:
+        yield
+    except RayTaskError as error:
+        if isinstance(error.cause, MemkvError):
+            raise error.cause from error
+        raise StageLost(f"{what}: {_first_line(error)}") from error
+    except RayError as error:
+        raise StageLost(f"{what}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 class RayStages:
@@ -46,7 +64,11 @@ class RayStages:
         self._store: Any = None
 
     async def open(self) -> ZmqPort:
-        """Place the actors, wire them and set them going."""
+        """Place the actors, wire them and set them going; StageLost if one dies before it runs."""
+        with _typed("a stage did not start"):
+            return await self._open()
+
+    async def _open(self) -> ZmqPort:
         await asyncio.to_thread(self._start_ray)
         await asyncio.to_thread(self._place)
         here = ray.get_runtime_context().get_node_id()
@@ -83,10 +105,11 @@ class RayStages:
         return tuple(placement.pid for placement in self._placements)
 
     async def statistics(self) -> tuple[StageStatistics, ...]:
-        """Every stage's own account."""
-        found = await asyncio.to_thread(
-            ray.get, [actor.statistics.remote() for actor in self._actors], timeout=30
-        )
+        """Every stage's own account; StageLost if one does not give it."""
+        with _typed("a stage does not say what it holds"):
+            found = await asyncio.to_thread(
+                ray.get, [actor.statistics.remote() for actor in self._actors], timeout=30
+            )
         self._check_devices(found)
         return tuple(found)
 
@@ -179,8 +202,8 @@ class RayStages:
             await asyncio.wrap_future(run.future())
         except RayError as error:
             if self._port is not None:
-                first = str(error).strip().splitlines()[0]
-                self._port.report_lost(stage, f"stage {stage}: its process is gone ({first})")
+                message = f"stage {stage}: its process is gone ({_first_line(error)})"
+                self._port.report_lost(stage, message)
 
     def _check_devices(self, found: list[StageStatistics]) -> None:
         """StageLost if two stages were given one GPU."""
