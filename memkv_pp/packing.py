@@ -16,16 +16,22 @@ An element is worth ``q * d`` (q8_0), ``(q - 8) * d`` and ``(q - 16) * d`` (q4_0
 
 Rows that are not ordinary:
 
-* zeros: every element comes back 0. ``d`` of q4_0 and q5_0 is a zero of the sign opposite to the
-  first zero's; a zero ``m`` has the sign of the group's first zero. That is ggml's loop; numpy in
-  ``gguf.quants`` takes whichever zero its vector unit does, which changes no element.
+* zeros: every element comes back 0. ``d`` of q4_0 and q5_0 is -0; a zero ``m`` has the sign of the
+  group's first zero.
 * a constant: exact to f16 in q4_1 and q5_1 (``d`` is 0, ``m`` the constant).
 * denormal: a ``d`` of at most 2^-25 is stored as 0, so every element is 0 or ``m``; codes still
   follow the f32 ``d``. Where ``1 / d`` overflows f32, a product that is not finite has code 0.
 * huge: a ``d`` or ``m`` above 65504 is stored as infinite, and elements come back infinite or NaN.
-* infinite: ``d`` is infinite and ``1 / d`` is 0; the group comes back infinite or NaN. A group of
-  nothing but one infinity has ``d`` = inf - inf in q4_1 and q5_1, stored as 0xFE00.
-* NaN: one NaN makes the whole group NaN: ``d`` (and ``m``) are 0x7E00 and every code byte 0.
+* infinite: ``d`` is infinite and ``1 / d`` is 0; the group comes back infinite or NaN.
+* NaN: its own code is 0, and ``d`` is that of the other elements, so it comes back as 0, as ``-8 d``
+  or ``-16 d``, or as ``m``. q8_0 forgets the elements up to the last NaN as well: ``d`` is that of
+  the elements behind it, codes before it keep the low byte of what does not fit (none of 2^31 or
+  more), and a NaN in the last place makes ``d`` 0x7E00 and the group NaN. Nothing but NaN: ``d`` is
+  -0 in q4_0 and q5_0; it is 0xFC00 and ``m`` 0x7C00 in q4_1 and q5_1.
+
+All of it is what the loops of ``ggml_quantize_chunk`` do. ``gguf.quants`` differs where numpy does:
+in the signs of zeros, of which no element depends; in q4_1 and q5_1 of nothing but one infinity,
+whose elements are NaN either way; and in NaN, of which it makes the whole group.
 
 f16 rounds to nearest even and overflows to infinity. bf16 rounds to nearest even; fp8 is E4M3
 (no infinity), rounds to nearest even and saturates at 448. Every NaN becomes the one positive
@@ -47,7 +53,7 @@ from memkv_pp.packing_groups import (
 from memkv_pp.small_floats import bf16_bits, e4m3_code, e4m3_value, to_f32
 
 _F16_NAN = 0x7E00
-_F16_DEFAULT_NAN = 0xFE00  # what inf - inf makes on the machines ggml's bytes were taken from
+_F32_MAX = 2.0**128 - 2.0**104
 _HALF = 16
 
 
@@ -178,22 +184,29 @@ def _truncate(value: float, highest: int) -> int:
 
 
 def _pack_ggml(fmt: Format, group: list[float]) -> tuple[bytes, bytes]:
-    if any(math.isnan(x) for x in group):
-        return bytes(fmt.code_bytes), struct.pack("<H", _F16_NAN) * (fmt.scale_bytes // 2)
     if fmt.name == "q8_0":
-        d = to_f32(max(map(abs, group)) / 127)
+        largest = 0.0
+        for x in group:
+            # False where ``largest`` is a NaN, so that the search begins again behind it.
+            largest = largest if largest > abs(x) else abs(x)
+        d = to_f32(largest / 127)
         inverse = _inverse(d)
         return bytes(_signed_byte(to_f32(x * inverse)) for x in group), _f16_bytes(d)
     highest = 31 if _has_fifth_bit(fmt) else 15
     if _has_minimum(fmt):
-        low = min(group)
-        d = to_f32(to_f32(max(group) - low) / highest)
-        header = struct.pack("<H", _F16_DEFAULT_NAN) if math.isnan(d) else _f16_bytes(d)
-        scales = header + _f16_bytes(low)
+        low, high = _F32_MAX, -_F32_MAX
+        for x in group:
+            low = x if x < low else low
+            high = x if x > high else high
+        d = to_f32(to_f32(high - low) / highest)
+        scales = _f16_bytes(d) + _f16_bytes(low)
         origin, offset = low, 0.5
     else:
         zero_code = (highest + 1) // 2
-        d = to_f32(max(group, key=abs) / -zero_code)
+        extreme = 0.0
+        for x in group:
+            extreme = x if abs(x) > abs(extreme) else extreme
+        d = to_f32(extreme / -zero_code)
         scales = _f16_bytes(d)
         origin, offset = 0.0, zero_code + 0.5
     inverse = _inverse(d)
@@ -205,8 +218,8 @@ def _pack_ggml(fmt: Format, group: list[float]) -> tuple[bytes, bytes]:
 
 
 def _signed_byte(value: float) -> int:
-    """The nearest whole number, halves away from zero, as the byte of an int8."""
-    if not math.isfinite(value):
+    """The low byte of the nearest whole number, halves away from zero; 0 from 2^31 on."""
+    if not abs(value) < 2**31:
         return 0
     return int(math.copysign(math.floor(abs(value) + 0.5), value)) & 0xFF
 

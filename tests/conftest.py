@@ -24,6 +24,28 @@ def smollm2() -> Path:
     return path
 
 
+_CPU_FLAGS = {"avx512": None, "avx2": ("-march=x86-64-v3",), "portable": ("-DMEMKV_PORTABLE",)}
+
+
+@pytest.fixture(scope="session", params=_CPU_FLAGS)
+def host_codec(request):
+    """The host codec of each vector path that this machine's CPU has."""
+    from memkv_pp import config
+    from memkv_pp.cache import host_build, host_kernels
+    from memkv_pp.cache.host_codec import HostCodec
+
+    native = host_build.find_toolchain(None)
+    needed = {"avx512": "__AVX512BW__", "avx2": "__AVX2__"}.get(request.param, "")
+    if needed not in native.cpu_features:
+        pytest.skip(f"this CPU has no {request.param}")
+    toolchain = host_build.find_toolchain(None, _CPU_FLAGS[request.param])
+    source = host_build.kernel_sources() / "host" / "codec_host.cpp"
+    library = host_build.build(source, toolchain, config.cache_directory())
+    found = HostCodec(host_kernels.open_library(library))
+    assert found.path == request.param
+    return found
+
+
 @pytest.fixture(scope="session")
 def run_pipeline():
     """Callable: serve prompts of token ids on a model with knobs; the session's Report."""

@@ -12,17 +12,16 @@ import pytest
 import torch
 from gguf.quants import dequantize, quantize
 
-from memkv_pp import config
 from memkv_pp.cache import host_build, host_kernels, ops
 from memkv_pp.cache.codec import decode, encode
-from memkv_pp.cache.host_codec import FORMAT_IDS, TYPE_IDS, HostCodec
+from memkv_pp.cache.host_codec import BASE_FORMATS, FORMAT_IDS, TYPE_IDS, HostCodec
 from memkv_pp.errors import InternalError
-from memkv_pp.formats import Family, parse_format
+from memkv_pp.formats import FORMATS, Family, parse_format
 from memkv_pp.packing import fp8_reciprocal, pack_group, unpack_group
 
 SOURCE = host_build.kernel_sources() / "host" / "codec_host.cpp"
-PATHS = {"avx512": None, "avx2": ("-march=x86-64-v3",), "portable": ("-DMEMKV_PORTABLE",)}
-NAMES = tuple(FORMAT_IDS)
+# Groups of sixteen are tested in test_host_groups.py.
+NAMES = tuple(name for name in FORMAT_IDS if parse_format(name).group != 16)
 GGML_NAMES = tuple(name for name in NAMES if parse_format(name).family is Family.GGML)
 INF = math.inf
 
@@ -31,18 +30,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=PATHS)
-def codec(request):
-    """The codec of each vector path that this machine's CPU has."""
-    native = host_build.find_toolchain(None)
-    needed = {"avx512": "__AVX512BW__", "avx2": "__AVX2__"}.get(request.param, "")
-    if needed not in native.cpu_features:
-        pytest.skip(f"this CPU has no {request.param}")
-    toolchain = host_build.find_toolchain(None, PATHS[request.param])
-    library = host_build.build(SOURCE, toolchain, config.cache_directory())
-    found = HostCodec(host_kernels.open_library(library))
-    assert found.path == request.param
-    return found
+@pytest.fixture(scope="module")
+def codec(host_codec):
+    return host_codec
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +42,7 @@ def blocks(tmp_path_factory):
     source.parent.mkdir(parents=True)
     header = host_build.kernel_sources() / "codec" / "blocks.h"
     calls = "\n".join(
-        f"case {number}: Block<{number}>::DO; break;" for number in FORMAT_IDS.values()
+        f"case {FORMAT_IDS[name]}: Block<{FORMAT_IDS[name]}>::DO; break;" for name in NAMES
     )
     source.write_text(f"""#include "{header}"
 using namespace memkv;
@@ -112,7 +102,10 @@ def test_the_ids_are_those_of_the_sources():
     header = (SOURCE.parent.parent / "codec" / "blocks.h").read_text()
     enum = header.split("enum Format : int {")[1].split("}")[0]
     ids = dict(re.findall(r"(\w+) = (\d+)", enum))
-    assert {name.lower(): int(number) for name, number in ids.items()} == FORMAT_IDS
+    assert tuple(name.lower() for name in ids) == BASE_FORMATS
+    assert list(map(int, ids.values())) == list(range(len(BASE_FORMATS)))
+    assert set(FORMAT_IDS) == set(FORMATS)
+    assert FORMAT_IDS["turbo3e"] == FORMAT_IDS["turbo3"] == BASE_FORMATS.index("turbo3")
     types = dict(re.findall(r"MEMKV_(F32|BF16|F16) = (\d)", SOURCE.read_text()))
     assert [int(types[name]) for name in ("F32", "BF16", "F16")] == list(TYPE_IDS.values())
 
@@ -165,6 +158,7 @@ def test_rows_have_the_bytes_and_values_of_gguf(codec, name):
     random = torch.randn(2000, 64, generator=torch.Generator().manual_seed(1))
     # numpy does not say which of two zeros of unlike sign is the minimum
     rows = torch.cat([random, adversarial_rows(nan=False)]) + 0.0
+    rows = rows[~rows.isinf().all(-1)]  # where gguf differs from ggml
     with np.errstate(all="ignore"):
         expected = quantize(rows.numpy(), qtype)
         values = torch.from_numpy(dequantize(expected, qtype))
@@ -351,6 +345,5 @@ def test_the_cache_uses_the_kernels_once_they_are_loaded():
     with pytest.raises(InternalError, match="append: a record"):
         ops.append(side, torch.tensor([RECORDS]), torch.tensor([0]), values)
     assert ops.gather(side, torch.tensor([2]), torch.bfloat16).shape == (HEADS, ROWS, 64)
-    assert not HostCodec.covers(parse_format("nvfp4"), side.codes, torch.float32)
     assert not HostCodec.covers(side.format, side.codes.to("meta"), torch.float32)
     assert not HostCodec.covers(side.format, side.codes, torch.float64)

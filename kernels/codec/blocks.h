@@ -1,4 +1,5 @@
-// Block codecs: one group of a cache format, packed and unpacked, byte for byte as packing.py.
+// Block codecs: one group of a cache format, packed and unpacked, byte for byte as packing.py. The
+// groups of sixteen are in groups.h.
 //
 //   Block<FORMAT>::encode(x, codes, scales, factor)    group f32 -> code_bytes + scale_bytes
 //   Block<FORMAT>::decode(codes, scales, out, factor)  and back
@@ -31,11 +32,13 @@ typedef unsigned long long uint64_t;
 namespace memkv {
 
 // The ids of memkv_pp.cache.host_codec.FORMAT_IDS.
-enum Format : int { F32 = 0, F16 = 1, BF16 = 2, FP8 = 3, Q8_0 = 4, Q5_1 = 5, Q5_0 = 6, Q4_1 = 7, Q4_0 = 8 };
+enum Format : int {
+  F32 = 0, F16 = 1, BF16 = 2, FP8 = 3, Q8_0 = 4, Q5_1 = 5, Q5_0 = 6, Q4_1 = 7, Q4_0 = 8,
+  NVFP4 = 9, TURBO8 = 10, TURBO4 = 11, TURBO3 = 12, TURBO2 = 13
+};
 
-constexpr uint32_t F32_NAN = 0x7FC00000u;
+constexpr uint32_t F32_NAN = 0x7FC00000u, F32_MAX = 0x7F7FFFFFu;
 constexpr uint16_t F16_NAN = 0x7E00u;
-constexpr uint16_t F16_BORN_NAN = 0xFE00u;  // stored where the data had no NaN: inf - inf
 constexpr uint16_t BF16_NAN = 0x7FC0u;
 constexpr uint8_t E4M3_NAN = 0x7Fu;
 constexpr float E4M3_MAX = 448.0f;
@@ -164,10 +167,10 @@ MEMKV_HD float f32_of_e4m3(uint8_t code) {
 
 MEMKV_HD float inverse_of(float d) { return d == 0.0f ? 0.0f : divide(1.0f, d); }
 
-// The nearest whole number, halves away from zero; 0 for what is not finite.
+// The nearest whole number, halves away from zero; 0 from 2^31 on and for NaN.
 MEMKV_HD int round_away(float value) {
-  if (!is_finite(value)) return 0;
   const float size = magnitude(value);
+  if (!(size < 2147483648.0f)) return 0;
   const int whole = (int)size;
   const int rounded = whole + (add(size, -(float)whole) >= 0.5f ? 1 : 0);
   return value < 0.0f ? -rounded : rounded;
@@ -177,12 +180,6 @@ MEMKV_HD int round_away(float value) {
 MEMKV_HD int truncate(float value, int highest) {
   if (!(is_finite(value) && value > 0.0f)) return 0;
   return value >= (float)highest ? highest : (int)value;
-}
-
-MEMKV_HD bool any_nan(const float* x, int count) {
-  bool found = false;
-  for (int j = 0; j < count; ++j) found |= is_nan(x[j]);
-  return found;
 }
 
 // q4_0 q4_1 q5_0 q5_1: 16 nibble bytes, then 4 bytes of fifth bits where Fifth; Minimum adds m.
@@ -195,26 +192,22 @@ struct Nibbles {
   static constexpr int zero_code = (highest + 1) / 2;
 
   static MEMKV_HD void encode(const float* x, uint8_t* codes, uint8_t* scales, float = 1.0f) {
-    if (any_nan(x, group)) {
-      for (int j = 0; j < code_bytes; ++j) codes[j] = 0;
-      for (int j = 0; j < scale_bytes; j += 2) store_u16(scales + j, F16_NAN);
-      return;
-    }
+    // Every comparison with a NaN is false, which leaves it out.
     float d, origin = 0.0f, offset = 0.5f;
     if (Minimum) {
       // The first of equals is kept: it decides the sign of a zero minimum.
-      float low = x[0], high = x[0];
-      for (int j = 1; j < group; ++j) {
+      float low = float_of(F32_MAX), high = -low;
+      for (int j = 0; j < group; ++j) {
         if (x[j] < low) low = x[j];
         if (x[j] > high) high = x[j];
       }
-      d = divide(magnitude(add(high, -low)), (float)highest);
-      store_u16(scales, is_nan(d) ? F16_BORN_NAN : f16_of(d));
+      d = divide(add(high, -low), (float)highest);
+      store_u16(scales, f16_of(d));
       store_u16(scales + scale_bytes - 2, f16_of(low));
       origin = low;
     } else {
-      float largest = x[0];
-      for (int j = 1; j < group; ++j) {
+      float largest = 0.0f;
+      for (int j = 0; j < group; ++j) {
         if (magnitude(x[j]) > magnitude(largest)) largest = x[j];
       }
       d = divide(largest, -(float)zero_code);
@@ -302,14 +295,10 @@ template <>
 struct Block<Q8_0> {
   static constexpr int group = 32, code_bytes = 32, scale_bytes = 2;
   static MEMKV_HD void encode(const float* x, uint8_t* codes, uint8_t* scales, float = 1.0f) {
-    if (any_nan(x, group)) {
-      for (int j = 0; j < code_bytes; ++j) codes[j] = 0;
-      store_u16(scales, F16_NAN);
-      return;
-    }
     float largest = 0.0f;
     for (int j = 0; j < group; ++j) {
-      if (magnitude(x[j]) > largest) largest = magnitude(x[j]);
+      // False where `largest` is a NaN, so that the search begins again behind it.
+      if (!(largest > magnitude(x[j]))) largest = magnitude(x[j]);
     }
     const float d = divide(largest, 127.0f), inverse = inverse_of(d);
     store_u16(scales, f16_of(d));

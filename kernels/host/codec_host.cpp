@@ -1,10 +1,5 @@
-// Rows into records and out of records: vector forms of codec/blocks.h, called through ctypes.
-//
-// A side (K or V of one layer) is an array of records; a row of one head of one token is `head_size`
-// elements, its codes and its scales lie apart:
-//
-//   codes of (record n, head h, row b):  codes + n * record + h * head + b * row     (bytes)
-//   scales: the same with their own strides
+// Rows into records and out of records: vector forms of codec/blocks.h and codec/groups.h, called
+// through ctypes.
 //
 // Groups that are not ordinary (NaN, infinite, a reciprocal that overflows, a zero minimum) are
 // packed by Block itself, so that every path has its bytes. An element that already has a plain
@@ -14,23 +9,10 @@
 #include <type_traits>
 
 #include "../codec/blocks.h"
+#include "group_records.h"
 #include "simd.h"
 
 extern "C" {
-
-struct MemkvPart {
-  uint8_t* base;
-  int64_t record_stride, head_stride, row_stride;
-};
-
-struct MemkvSide {
-  int32_t format;  // memkv::Format
-  int32_t heads;
-  int64_t head_size;
-  int64_t num_records, record_rows;
-  MemkvPart codes, scales;
-};
-
 enum MemkvType : int32_t { MEMKV_F32 = 0, MEMKV_BF16 = 1, MEMKV_F16 = 2 };
 enum MemkvResult : int32_t { MEMKV_DONE = 0, MEMKV_UNKNOWN = 1, MEMKV_OUT_OF_RANGE = 2 };
 }
@@ -49,13 +31,6 @@ inline float take_half(const uint8_t* at) {
   uint16_t bits;
   memcpy(&bits, at, 2);
   return of_half(bits);
-}
-
-inline f32x4 four(float x) { return f32x4{x, x, x, x}; }
-
-// A bit per number that is neither infinite nor NaN.
-inline uint32_t finite(f32x4 x) {
-  return mask_of(((i32x4)x & 0x7FFFFFFF) < 0x7F800000);
 }
 
 // Where four groups, of any rows and heads, come from and go to.
@@ -174,6 +149,8 @@ void decode(const uint8_t* codes, const uint8_t* scales, int64_t count, T* out, 
   using B = Block<FORMAT>;
   if constexpr (is_copy<FORMAT, T>) {
     memcpy(out, codes, (size_t)count * sizeof(T));
+  } else if constexpr (B::group == 16) {
+    decode_sixteens<FORMAT>(codes, scales, count, out, factor);
   } else if constexpr (B::group == 32) {
     for (int64_t i = 0; i < count; i += B::group) {
       const F d = splat(take_half(scales));
@@ -233,6 +210,10 @@ template <int FORMAT, class T>
 void append(const MemkvSide& side, const T* src, int64_t num_tokens, int64_t token_stride,
             int64_t head_stride, const int64_t* records, const int64_t* rows, float factor) {
   using B = Block<FORMAT>;
+  if constexpr (B::group == 16) {
+    append_sixteens<FORMAT>(side, src, num_tokens, token_stride, head_stride, records, rows);
+    return;
+  }
   const MemkvPart &codes = side.codes, &scales = side.scales;
   Groups<T> groups;
   int held = 0;
@@ -249,7 +230,7 @@ void append(const MemkvSide& side, const T* src, int64_t num_tokens, int64_t tok
       uint8_t *code_at = code_row + h * codes.head_stride, *scale_at = scale_row + h * scales.head_stride;
       __builtin_prefetch(next_row + h * codes.head_stride, 1);
       __builtin_prefetch(next_row + h * codes.head_stride + 64, 1);
-      if constexpr (B::group == 1) {
+      if constexpr (B::group != 32) {
         encode_elements<FORMAT>(x, side.head_size, code_at, factor);
       } else {
         for (int64_t i = 0; i < side.head_size; i += B::group) {
@@ -272,7 +253,7 @@ void append(const MemkvSide& side, const T* src, int64_t num_tokens, int64_t tok
       groups.codes[k] = groups.codes[held - 1];
       groups.scales[k] = groups.scales[held - 1];
     }
-    if constexpr (B::group != 1) encode_groups<FORMAT>(groups);
+    if constexpr (B::group == 32) encode_groups<FORMAT>(groups);
   }
 }
 
@@ -291,6 +272,9 @@ void gather(const MemkvSide& side, const int64_t* records, int64_t num_records, 
       const uint8_t* code_at = codes.base + records[n] * codes.record_stride + h * codes.head_stride;
       const uint8_t* scale_at =
           scales.base + records[n] * scales.record_stride + h * scales.head_stride;
+      if (side.exponents.base != nullptr) {
+        factor = power(side.exponents.base[records[n] * side.exponents.record_stride + h * side.exponents.head_stride]);
+      }
       for (int64_t run = 0; run < runs; ++run) {
         decode<FORMAT>(code_at + run * codes.row_stride, scale_at + run * scales.row_stride,
                        run_elements, out, factor);
@@ -313,6 +297,11 @@ bool with_format(int32_t format, Visit visit) {
     case Q5_0: visit.template run<Q5_0>(); return true;
     case Q4_1: visit.template run<Q4_1>(); return true;
     case Q4_0: visit.template run<Q4_0>(); return true;
+    case NVFP4: visit.template run<NVFP4>(); return true;
+    case TURBO8: visit.template run<TURBO8>(); return true;
+    case TURBO4: visit.template run<TURBO4>(); return true;
+    case TURBO3: visit.template run<TURBO3>(); return true;
+    case TURBO2: visit.template run<TURBO2>(); return true;
     default: return false;
   }
 }

@@ -49,3 +49,14 @@ constexpr float BELOW_HALF = 0.49999997f;
 #else
 #include "simd_portable.h"
 #endif
+
+namespace memkv {
+
+inline f32x4 four(float x) { return f32x4{x, x, x, x}; }
+
+// A bit per number that is neither infinite nor NaN.
+inline uint32_t finite(f32x4 x) {
+  return mask_of(((i32x4)x & 0x7FFFFFFF) < 0x7F800000);
+}
+
+}  // namespace memkv

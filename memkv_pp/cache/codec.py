@@ -11,11 +11,13 @@ operations that round each f32 result once are used; wrapping these functions in
 may fuse a product and a sum and change bytes. Shapes below: ``G`` groups of a row.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from memkv_pp.cache.packing_groups import decode_groups, encode_groups
-from memkv_pp.cache.small_floats import divide, e4m3_codes, e4m3_values, view_as
+from memkv_pp.cache.small_floats import bytes_of, divide, e4m3_codes, e4m3_values, view_as
 from memkv_pp.errors import FormatError
 from memkv_pp.formats import Family, Format
 from memkv_pp.packing import fp8_reciprocal
@@ -28,7 +30,7 @@ _CANONICAL_NAN = {
     torch.bfloat16: (torch.int16, BF16_NAN),
 }
 _F16_NAN = 0x7E00
-_F16_DEFAULT_NAN = 0xFE00 - 0x10000
+_F32_MAX = torch.finfo(torch.float32).max
 
 # Low and high nibble of four bytes at once.
 _NIBBLES = 0x0F0F0F0F
@@ -114,18 +116,19 @@ def decode(
 
 
 def _groups(fmt: Format, rows: Tensor) -> Tensor:
-    """f32 [..., G, group]."""
-    return rows.to(torch.float32).unflatten(-1, (rows.shape[-1] // fmt.group, fmt.group))
+    """f32 [..., G, group], contiguous."""
+    values = rows.to(torch.float32).contiguous()
+    return values.unflatten(-1, (rows.shape[-1] // fmt.group, fmt.group))
 
 
 def _encode_plain(fmt: Format, rows: Tensor) -> Tensor:
     dtype = _PLAIN_DTYPES[fmt.name]
     if rows.dtype is dtype:
-        return rows.contiguous().view(torch.uint8)
+        return bytes_of(rows)
     values = rows.to(torch.float32).to(dtype).contiguous()
     bits, nan = _CANONICAL_NAN[dtype]
     values.view(bits).masked_fill_(rows.isnan(), nan)
-    return values.view(torch.uint8)
+    return bytes_of(values)
 
 
 def _encode_fp8(rows: Tensor, scale: float) -> Tensor:
@@ -153,12 +156,25 @@ def _half_bits(values: Tensor) -> Tensor:
 
 def _encode_q8(groups: Tensor) -> tuple[Tensor, Tensor]:
     """codes [..., G, 32] and scales [..., G, 2]."""
-    d = divide(groups.abs().amax(-1, keepdim=True), 127.0)
+    largest = groups.abs().amax(-1, keepdim=True)
+    nan = bool(largest.isnan().any())
+    d = divide(_largest_behind_nan(groups) if nan else largest, 127.0)
     scaled = _finite(groups * _inverse(d))
     # `round` takes halves to even: adding the f32 below a half and cutting off takes them away from
     # zero, and 0.49999997 to zero.
     q = (scaled.abs() + (0.5 - 2**-25)).floor_().copysign_(scaled)
-    return q.to(torch.int8).view(torch.uint8), _half_bits(d).view(torch.uint8)
+    if nan:
+        # What does not fit keeps its low byte.
+        q = q.masked_fill_(q.abs() >= 2.0**31, 0.0).to(torch.int32)
+    return q.to(torch.int8).view(torch.uint8), bytes_of(_half_bits(d))
+
+
+def _largest_behind_nan(groups: Tensor) -> Tensor:
+    """The largest magnitude behind the last NaN, a NaN where that is the last element: [..., G, 1]."""
+    sizes = groups.abs()
+    up_to_nan = sizes.isnan().int().flip(-1).cummax(-1).values.flip(-1).bool()
+    largest = sizes.masked_fill(up_to_nan, 0.0).amax(-1, keepdim=True)
+    return torch.where(up_to_nan[..., -1:], torch.nan, largest)
 
 
 def _encode_q4_q5(fmt: Format, groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,17 +183,20 @@ def _encode_q4_q5(fmt: Format, groups: Tensor) -> tuple[Tensor, Tensor]:
     highest = 31 if fifth_bit else 15
     if fmt.scale_bytes == 4:
         # `min` along a dimension keeps the first of equals, so a zero keeps the first zero's sign.
-        low = groups.min(-1, keepdim=True).values
-        d = divide((groups.amax(-1, keepdim=True) - low).abs_(), float(highest))
-        born = d.isnan() & ~low.isnan()
-        d_bits = _half_bits(d).masked_fill_(born, _F16_DEFAULT_NAN)
-        scales = torch.cat([d_bits, _half_bits(low)], -1).view(torch.uint8)
+        nan = groups.isnan()
+        low = groups.masked_fill(nan, _F32_MAX).min(-1, keepdim=True).values.clamp_(max=_F32_MAX)
+        high = groups.masked_fill(nan, -_F32_MAX).amax(-1, keepdim=True).clamp_(min=-_F32_MAX)
+        # -0 - 0 is -0; adding 0 makes it 0.
+        d = divide((high - low).add_(0.0), float(highest))
+        scales = bytes_of(torch.cat([_half_bits(d), _half_bits(low)], -1))
         values = (groups - low).mul_(_inverse(d)).add_(0.5)
     else:
         zero_code = (highest + 1) // 2
-        largest = groups.gather(-1, groups.abs().max(-1, keepdim=True).indices)
+        sizes = groups.abs().nan_to_num_(nan=0.0, posinf=math.inf)
+        largest = groups.gather(-1, sizes.max(-1, keepdim=True).indices)
+        largest = torch.where(largest.abs() > 0.0, largest, 0.0)
         d = divide(largest, float(-zero_code))
-        scales = _half_bits(d).view(torch.uint8)
+        scales = bytes_of(_half_bits(d))
         values = (groups * _inverse(d)).add_(zero_code + 0.5)
     q = _finite(values).clamp_(0, highest).to(torch.uint8)
     codes = q[..., :16].bitwise_and(15).bitwise_or_(q[..., 16:] << 4)

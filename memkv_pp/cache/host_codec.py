@@ -6,20 +6,25 @@ Shape legend: T rows of the step, H KV heads, D head size, N records, B rows of 
 """
 
 import ctypes
+from functools import cache
 
 import torch
 
 from memkv_pp.errors import InternalError
-from memkv_pp.formats import Format
+from memkv_pp.formats import FORMATS, Format
 from memkv_pp.packing import fp8_reciprocal
+from memkv_pp.rotation import rotation_norm, sign_tables
 from memkv_pp.small_floats import to_f32
 
-# The ids of `Format` in kernels/codec/blocks.h and of `MemkvType` in kernels/host/codec_host.cpp.
+# The ids of `Format` in kernels/codec/blocks.h, where an `e` format is the one without the suffix,
+# and of `MemkvType` in kernels/host/codec_host.cpp.
+BASE_FORMATS = (
+    *("f32", "f16", "bf16", "fp8", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"),
+    *("nvfp4", "turbo8", "turbo4", "turbo3", "turbo2"),
+)
 FORMAT_IDS = {
-    name: number
-    for number, name in enumerate(
-        ("f32", "f16", "bf16", "fp8", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-    )
+    name: BASE_FORMATS.index(name.removesuffix("e") if fmt.exponent else name)
+    for name, fmt in FORMATS.items()
 }
 TYPE_IDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -44,6 +49,9 @@ class _Side(ctypes.Structure):
         ("record_rows", ctypes.c_int64),
         ("codes", _Part),
         ("scales", _Part),
+        ("exponents", _Part),
+        ("before", ctypes.c_void_p),
+        ("after", ctypes.c_void_p),
     )
 
 
@@ -51,7 +59,8 @@ class HostCodec:
     """The kernels of a loaded library. ``path`` is its vector code: avx512, avx2 or portable.
 
     ``codes`` and ``scales`` are uint8 [N, H, B, row bytes], views of an arena with a dense last
-    dimension. All tensors are on the CPU.
+    dimension; ``exponents``, of an ``e`` format, are uint8 [N, H, 1, 1], and None means 127 for all.
+    All tensors are on the CPU.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -80,14 +89,17 @@ class HostCodec:
         rows_T: torch.Tensor,
         values_THD: torch.Tensor,
         scale: float = 1.0,
+        *,
+        exponents: torch.Tensor | None = None,
     ) -> None:
         """Pack ``values_THD`` into (record, row) pairs, int64; a negative record writes nothing.
 
-        ``scale`` is fp8's. InternalError, with nothing written, for shapes that do not fit and for
+        Rows of a rotated format are rotated first. Row 0 of a record sets its exponents, for all
+        rows of the call. ``scale`` is fp8's. InternalError, with nothing written, for shapes that do not fit and for
         records or rows that are not there.
         """
         heads, head_size = values_THD.shape[1:]
-        side = _side(fmt, codes, scales, head_size)
+        side = _side(fmt, codes, scales, exponents, head_size)
         if heads != codes.shape[1] or not len(records_T) == len(rows_T) == len(values_THD):
             raise InternalError(
                 f"append: {len(records_T)} records, {len(rows_T)} rows, values"
@@ -123,14 +135,15 @@ class HostCodec:
         dtype: torch.dtype,
         scale: float = 1.0,
         *,
+        exponents: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """All rows of ``records_N``, unpacked in order: [H, N * B, D] in ``dtype``.
+        """All rows of ``records_N``, unpacked in order, rotated as stored: [H, N * B, D] in ``dtype``.
 
         Written to ``out`` if it is given, dense and of that shape. InternalError for a record that
         is not there and for an ``out`` that does not fit.
         """
-        side = _side(fmt, codes, scales, head_size)
+        side = _side(fmt, codes, scales, exponents, head_size)
         records = _int64(records_N)
         shape = (codes.shape[1], len(records) * codes.shape[2], head_size)
         if out is None:
@@ -150,7 +163,13 @@ class HostCodec:
         return out
 
 
-def _side(fmt: Format, codes: torch.Tensor, scales: torch.Tensor, head_size: int) -> _Side:
+def _side(
+    fmt: Format,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    exponents: torch.Tensor | None,
+    head_size: int,
+) -> _Side:
     widths = fmt.code_row_bytes(head_size), fmt.scale_row_bytes(head_size)
     if (codes.shape[3], scales.shape[3]) != widths or codes.shape[:3] != scales.shape[:3]:
         raise InternalError(
@@ -158,6 +177,16 @@ def _side(fmt: Format, codes: torch.Tensor, scales: torch.Tensor, head_size: int
             f" codes {list(codes.shape)} and scales {list(scales.shape)}"
         )
     num_records, heads, record_rows, _ = codes.shape
+    if not fmt.exponent or exponents is None:
+        exponent_part = _Part(None, 0, 0, 0)
+    elif exponents.shape == (num_records, heads, 1, 1):
+        exponent_part = _Part(exponents.data_ptr(), *exponents.stride()[:3])
+    else:
+        raise InternalError(
+            f"exponents of {num_records} records and {heads} heads are one byte each, got"
+            f" {list(exponents.shape)}"
+        )
+    before, after = (x.data_ptr() for x in _factors(head_size)) if fmt.rotated else (None, None)
     return _Side(
         FORMAT_IDS[fmt.name],
         heads,
@@ -166,7 +195,18 @@ def _side(fmt: Format, codes: torch.Tensor, scales: torch.Tensor, head_size: int
         record_rows,
         _Part(codes.data_ptr(), *codes.stride()[:3]),
         _Part(scales.data_ptr(), *scales.stride()[:3]),
+        exponent_part,
+        before,
+        after,
     )
+
+
+@cache
+def _factors(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a row is multiplied by before it is transformed, and after: signs, signs and the norm."""
+    before, after = sign_tables(size)
+    norm = rotation_norm(size)
+    return torch.tensor(before, dtype=torch.float32), torch.tensor([norm * x for x in after])
 
 
 def _int64(ids: torch.Tensor) -> torch.Tensor:

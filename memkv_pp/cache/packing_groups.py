@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memkv_pp.cache.small_floats import divide, e4m3_codes, e4m3_values, view_as
+from memkv_pp.cache.small_floats import bytes_of, divide, e4m3_codes, e4m3_values, view_as
 from memkv_pp.formats import Family, Format
 from memkv_pp.packing_groups import (
     CLIP_FACTORS,
@@ -56,7 +56,7 @@ def encode_groups(
         stored = divide(amax, E4M3_MAX).clamp_min_(LEAST_TURBO).to(torch.bfloat16)
         codes = e4m3_codes(groups / stored.to(torch.float32))
         bits = stored.view(torch.int16).masked_fill_(void, BF16_NAN)
-        return codes.masked_fill_(void, 0), bits.view(torch.uint8)
+        return codes.masked_fill_(void, 0), bytes_of(bits)
     if clip_search:
         scales, codes = _search(fmt, groups, amax)
     elif fmt.family is Family.NVFP4:

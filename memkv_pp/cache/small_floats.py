@@ -29,6 +29,15 @@ def view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
     return (data if aligned else data.clone(memory_format=torch.contiguous_format)).view(dtype)
 
 
+def bytes_of(values: Tensor) -> Tensor:
+    """uint8 [..., n * element size] of ``values`` [..., n], a view where they are contiguous.
+
+    ``Tensor.view`` refuses a last dimension of one element, or an empty tensor, whose stride is odd.
+    """
+    width = values.shape[-1] * values.element_size()
+    return values.contiguous().flatten().view(torch.uint8).view(*values.shape[:-1], width)
+
+
 def divide(values: Tensor, divisor: float) -> Tensor:
     """``values / divisor``; a divisor on the CPU would become a rounded reciprocal on a GPU."""
     return values / values.new_full((), divisor)
