@@ -12,6 +12,7 @@ from pathlib import Path
 from memkv_pp.errors import ConfigError
 from memkv_pp.fence import Fence
 from memkv_pp.formats import Pair
+from memkv_pp.fp8_scales import UNIT_SCALES, Fp8Scales, fp8_sides
 from memkv_pp.geometry import ModelGeometry
 from memkv_pp.sizing import CacheOptions, Footprint, StageSizing, size_fence
 
@@ -55,6 +56,7 @@ class PipelineConfig:
     dtype: str = "bf16"
     threads: int = 1
     deterministic: bool = False
+    fp8_scales: Fp8Scales = UNIT_SCALES
     backend: Backend = Backend.LOCAL
     link: LinkKind = LinkKind.ZMQ
     heartbeat_timeout_s: float = 5.0
@@ -77,10 +79,29 @@ class PipelineConfig:
                 f"--threads: {self.threads} with --deterministic",
                 "use a power of two: an uneven split of rows over threads changes vector tails",
             )
+        if self.deterministic and self.fp8_scales.calibration_rows:
+            raise ConfigError(
+                "--fp8-scales calibrate with --deterministic: calibrated scales come from the first"
+                " rows, whoever's they are",
+                "use --fp8-scales checkpoint or one",
+            )
         if self.link is LinkKind.NCCL and any(not d.startswith("cuda") for d in self.devices):
             raise ConfigError("--link nccl: every stage needs a cuda device", "use --link gloo")
         if self.resources and len(self.resources) != stages:
             raise ConfigError(f"resources: {len(self.resources)} entries for {stages} stages")
+
+    @property
+    def unscaled_layers(self) -> tuple[int, ...]:
+        """Trunk layers with an fp8 side whose scale is 1.0: it clips values beyond 448."""
+        if self.fp8_scales.calibration_rows:
+            return ()
+        trunk = self.formats[: self.geometry.num_layers]
+        unscaled = (
+            layer
+            for layer, side in fp8_sides(trunk)
+            if self.fp8_scales.of_layer(layer)[side == "v"] == 1.0
+        )
+        return tuple(dict.fromkeys(unscaled))
 
     @property
     def num_stages(self) -> int:

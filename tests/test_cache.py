@@ -516,7 +516,7 @@ def test_fixed_attention_is_the_causal_softmax(group, key_size, value_size, leng
 
 def unmasked(query, key, value, scale):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "_causal_mask", lambda n, _, keys, device: torch.ones(n, keys).bool())
+        patch.setattr(ops, "_causal_mask", lambda n, _, keys, *options: torch.ones(n, keys).bool())
         return ops.attend_fixed(query, key, value, scale)
 
 

@@ -5,7 +5,9 @@ from statistics import median
 import pytest
 import torch
 
-from memkv_pp.cache.cuda_launch import CUDA_FORMATS
+from memkv_pp.cache import cuda_ops
+from memkv_pp.cache.rotation import sign_rows
+from memkv_pp.formats import FORMATS
 from memkv_pp.testing.packed_sides import packed_layer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -34,6 +36,13 @@ def moved_bytes(fmt, elements):
 
 
 @pytest.fixture(scope="module")
+def kernels():
+    kernels = cuda_ops.load()
+    assert kernels is not None
+    return kernels
+
+
+@pytest.fixture(scope="module")
 def copy_rate():
     source = torch.zeros(ELEMENTS * 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
@@ -57,11 +66,10 @@ def table(request, copy_rate):
             out.write_line(line)
 
 
-@pytest.mark.parametrize("name", CUDA_FORMATS)
-def test_rows_are_packed_and_unpacked_at_no_less_than_a_fiftieth_of_a_copy(name, table, copy_rate):
-    from memkv_pp.cache.cuda_ops import cuda_kernels
-
-    kernels = cuda_kernels()
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_packed_and_unpacked_at_no_less_than_a_fiftieth_of_a_copy(
+    name, kernels, table, copy_rate
+):
     layer = packed_layer(
         name, "f32", heads=HEADS, key_size=SIZE, value_size=1, num_records=RECORDS, device="cuda"
     )
@@ -77,17 +85,23 @@ def test_rows_are_packed_and_unpacked_at_no_less_than_a_fiftieth_of_a_copy(name,
         assert rate > 0.02 * copy_rate
 
 
-@pytest.mark.parametrize(("key", "value"), [("bf16", "bf16"), ("q8_0", "q5_1"), ("q4_0", "q4_0")])
-def test_packed_attention_reads_at_no_less_than_a_fiftieth_of_a_copy(key, value, table, copy_rate):
-    from memkv_pp.cache.cuda_ops import cuda_kernels
-
-    kernels = cuda_kernels()
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("bf16", "bf16"), ("q8_0", "q5_1"), ("q4_0", "q4_0"), ("nvfp4", "nvfp4")),
+        *(("turbo8", "turbo4"), ("turbo4", "turbo4"), ("turbo4e", "turbo3e"), ("turbo3", "turbo2")),
+    ],
+)
+def test_packed_attention_reads_at_no_less_than_a_fiftieth_of_a_copy(
+    key, value, kernels, table, copy_rate
+):
     layer = packed_layer(
         key, value, heads=HEADS, key_size=SIZE, value_size=SIZE, num_records=RECORDS, device="cuda"
     )
     for side in (layer.key, layer.value):
         side.codes.zero_()
         side.scales.zero_()
+        side.exponents.fill_(127)
     length = RECORDS * ROWS // 32
     query = torch.randn(32, 4 * HEADS, SIZE, dtype=torch.bfloat16, device="cuda")
     segments = torch.tensor([[i, 1, length, i * length // ROWS] for i in range(32)], device="cuda")
@@ -103,4 +117,13 @@ def test_packed_attention_reads_at_no_less_than_a_fiftieth_of_a_copy(key, value,
         num_bytes,
     )  # fmt: skip
     table.append(("attend", f"{key}:{value}", rate))
+    assert rate > 0.02 * copy_rate
+
+
+@pytest.mark.parametrize("size", [64, 128, 256, 512])
+def test_rows_are_rotated_at_no_less_than_a_fiftieth_of_a_copy(size, kernels, table, copy_rate):
+    values = torch.randn(ELEMENTS // size, size, dtype=torch.bfloat16, device="cuda")
+    first, second = sign_rows(size, values.device)
+    rate = gigabytes_per_second(lambda: kernels.rotate(values, first, second), 4 * ELEMENTS)
+    table.append(("rotate", str(size), rate))
     assert rate > 0.02 * copy_rate

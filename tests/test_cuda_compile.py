@@ -22,11 +22,12 @@ from memkv_pp.cache.cuda_launch import (
     ROTATE,
     append_kernel,
     attend_kernel,
+    exponents_kernel,
     gather_kernel,
     merge_kernel,
-    roll_conv_kernel,
     rotate_kernel,
 )
+from memkv_pp.cache.cuda_recurrent import SCAN, conv_kernel, scan_kernel
 from memkv_pp.cache.cuda_source import kernel_source
 from memkv_pp.cache.host_build import kernel_sources
 from memkv_pp.formats import parse_format
@@ -37,14 +38,17 @@ ARCHITECTURES = (80, 90, 120)
 BF16 = torch.bfloat16
 KERNELS = {
     CODEC: [append_kernel(parse_format(name), BF16) for name in CUDA_FORMATS]
-    + [gather_kernel(parse_format(name), BF16) for name in ("q8_0", "q5_1", "fp8")],
+    + [gather_kernel(parse_format(name), BF16) for name in ("q8_0", "q5_1", "fp8", "turbo3")]
+    + [exponents_kernel(parse_format(name), BF16) for name in ("nvfp4e", "turbo4e")],
     ATTEND: [
         attend_kernel(parse_format("q8_0"), parse_format("q5_1"), BF16, 4),
         attend_kernel(parse_format("bf16"), parse_format("q4_0"), torch.float32, 1),
+        attend_kernel(parse_format("turbo4"), parse_format("nvfp4e"), BF16, 8),
         merge_kernel(BF16),
     ],
-    COPY: ["copy_records", "copy_state", roll_conv_kernel(BF16)],
+    COPY: ["copy_records", "copy_state"],
     ROTATE: [rotate_kernel(BF16, size) for size in (64, 512)],
+    SCAN: [scan_kernel(BF16, size) for size in (32, 128, 256)] + [conv_kernel(BF16)],
 }
 
 

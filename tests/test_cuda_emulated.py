@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from memkv_pp.cache import cuda_ops
-from memkv_pp.cache.codec import decode
-from memkv_pp.cache.cuda_kernels import CudaKernels
+from memkv_pp.cache.cuda_kernels import PARTIAL_BYTES, CudaKernels
 from memkv_pp.cache.cuda_launch import (
     ATTEND,
     CODEC,
@@ -21,14 +20,15 @@ from memkv_pp.cache.cuda_launch import (
     PackedSide,
     append_kernel,
     attend_kernel,
+    exponents_kernel,
     gather_kernel,
     merge_kernel,
-    roll_conv_kernel,
     rotate_kernel,
 )
 from memkv_pp.errors import ConfigError, FormatError, InternalError
-from memkv_pp.formats import parse_format
+from memkv_pp.formats import FORMATS, parse_format
 from memkv_pp.packing import pack_group
+from memkv_pp.packing_groups import exponent_byte
 from memkv_pp.rotation import rotate, sign_tables
 from memkv_pp.testing.emulated import EmulatedLauncher
 from memkv_pp.testing.packed_sides import (
@@ -45,6 +45,7 @@ pytestmark = pytest.mark.slow  # compiling the kernels takes seconds
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 BOUND = 1e-5
+WITH_EXPONENT = [name for name, fmt in FORMATS.items() if fmt.exponent]
 # K format, V format, the query's dtype, query vectors of a block: every format on each side.
 ATTENDED = [
     ("q8_0", "q5_1", F32, 8),
@@ -60,21 +61,30 @@ ATTENDED = [
     ("q5_0", "fp8", F32, 1),
     ("q8_0", "fp8", F32, 2),
     ("q8_0", "fp8", F32, 4),
+    ("turbo4", "turbo3e", F32, 4),
+    ("q8_0", "turbo3e", F32, 1),
+    ("turbo3", "turbo2", F32, 1),
+    ("nvfp4e", "turbo8", BF16, 1),
+    ("turbo8e", "nvfp4", F32, 1),
+    ("turbo2e", "turbo4e", F32, 1),
 ]
+NARROW = ("q8_0", "f16", "turbo4")
 KERNELS = {
     CODEC: [
         make(parse_format(name), dtype)
         for make in (append_kernel, gather_kernel)
         for name in CUDA_FORMATS
-        for dtype in ((F32, BF16, F16) if name in ("q8_0", "f16") else (F32,))
-    ],
+        for dtype in ((F32, BF16, F16) if name in NARROW else (F32,))
+    ]
+    + [exponents_kernel(parse_format(name), F32) for name in WITH_EXPONENT]
+    + [exponents_kernel(parse_format("turbo4e"), dtype) for dtype in (BF16, F16)],
     ATTEND: [
         attend_kernel(parse_format(k), parse_format(v), dtype, vectors)
         for k, v, dtype, vectors in ATTENDED
     ]
     + [merge_kernel(dtype) for dtype in (F32, F16, BF16)],
     ROTATE: [rotate_kernel(F32, size) for size in (64, 128, 256, 512)] + [rotate_kernel(BF16, 64)],
-    COPY: ["copy_records", "copy_state", roll_conv_kernel(F32), roll_conv_kernel(BF16)],
+    COPY: ["copy_records", "copy_state"],
 }
 
 
@@ -100,7 +110,9 @@ def device(request):
 def kernels(device, request):
     """The kernels of the device; emulated ones run in ascending order unless a test sets a seed."""
     if device == "cuda":
-        return cuda_ops.cuda_kernels()
+        kernels = cuda_ops.load()
+        assert kernels is not None
+        return kernels
     launcher = request.getfixturevalue("launcher")
     launcher.seed = 0
     return CudaKernels(launcher)
@@ -121,17 +133,24 @@ def same_bytes(a, b):
 # ---- append and gather ----
 
 
-@pytest.mark.parametrize("name", CUDA_FORMATS)
+def size_held(name, size):
+    """``size``, or what a rotated format has in its place."""
+    return {32: 64, 96: 128}.get(size, size) if FORMATS[name].rotated else size
+
+
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
-    ("num_rows", "heads", "head_size"), [(1, 1, 32), (37, 3, 96), (5, 2, 512)], ids=str
+    ("num_rows", "heads", "head_size"), [(1, 1, 32), (37, 3, 96), (9, 2, 256), (5, 2, 512)], ids=str
 )
 def test_append_writes_the_bytes_of_the_codec_and_no_others(
     name, num_rows, heads, head_size, kernels, device
 ):
+    head_size = size_held(name, head_size)
     sizes = {"heads": heads, "key_size": head_size, "record_rows": 8, "device": device}
     ours, theirs = packed_layer(name, "f32", **sizes), packed_layer(name, "f32", **sizes)
-    values = normal(num_rows, heads, head_size)
-    records = [(7 - i // 8) if i % 5 else -1 for i in range(num_rows)]
+    # Records whose first rows differ in size take exponents that differ.
+    values = normal(num_rows, heads, head_size) * torch.logspace(-3, 3, num_rows)[:, None, None]
+    records = [(7 - i // 8) if i % 5 != 1 else -1 for i in range(num_rows)]
     rows = [i % 8 for i in range(num_rows)]
 
     kernels.append(ours.key, values.to(device), ids(records, device), ids(rows, device))
@@ -140,11 +159,14 @@ def test_append_writes_the_bytes_of_the_codec_and_no_others(
     assert torch.equal(ours.arena, theirs.arena)
 
 
-@pytest.mark.parametrize("name", ["f32", "f16", "bf16", "fp8"])
-def test_plain_formats_take_heads_of_any_width(name, kernels, device):
-    sizes = {"heads": 3, "key_size": 13, "device": device}
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("f32", 13), ("f16", 13), ("bf16", 13), ("fp8", 13), ("nvfp4", 48), ("nvfp4e", 80)],
+)
+def test_heads_of_every_width_that_a_format_holds_go_in_and_out(name, size, kernels, device):
+    sizes = {"heads": 3, "key_size": size, "device": device}
     ours, theirs = packed_layer(name, "f32", **sizes), packed_layer(name, "f32", **sizes)
-    values, at = normal(20, 3, 13), list(range(20))
+    values, at = normal(20, 3, size), list(range(20))
     records, rows = [i // 16 for i in at], [i % 16 for i in at]
 
     kernels.append(ours.key, values.to(device), ids(records, device), ids(rows, device))
@@ -171,28 +193,56 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", CUDA_FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_append_packs_hostile_rows_as_the_truth_does(name, kernels, device):
-    layer = packed_layer(name, "f32", heads=1, key_size=32, device=device)
-    fmt, scale, count = layer.key.format, layer.key.scale, len(HOSTILE)
-    values = torch.tensor(list(HOSTILE.values())).view(count, 1, 32)
+    size, count = size_held(name, 32), len(HOSTILE)
+    layer = packed_layer(
+        name, "f32", heads=1, key_size=size, record_rows=1, num_records=count, device=device
+    )
+    fmt, scale = layer.key.format, layer.key.scale
+    rows = [group * (size // 32) for group in HOSTILE.values()]
 
     kernels.append(
-        layer.key, values.to(device), ids([0] * count, device), ids(range(count), device)
+        layer.key,
+        torch.tensor(rows).view(count, 1, size).to(device),
+        ids(range(count), device),
+        ids([0] * count, device),
     )
 
-    codes, scales = layer.key.codes[0, 0].cpu(), layer.key.scales[0, 0].cpu()
-    for row, (what, group) in enumerate(HOSTILE.items()):
+    codes, scales = layer.key.codes[:, 0, 0].cpu(), layer.key.scales[:, 0, 0].cpu()
+    exponents = layer.key.exponents[:, 0, 0].cpu()
+    for at, (what, row) in enumerate(zip(HOSTILE, rows, strict=True)):
+        packed = rotate(row) if fmt.rotated else row
+        exponent = exponent_byte(packed) if fmt.exponent else 127
         parts = [
-            pack_group(fmt, group[i : i + fmt.group], scale=scale) for i in range(0, 32, fmt.group)
+            pack_group(fmt, packed[i : i + fmt.group], scale=scale, exponent=exponent)
+            for i in range(0, size, fmt.group)
         ]
-        assert bytes(codes[row].tolist()) == b"".join(c for c, _ in parts), what
-        assert bytes(scales[row].tolist()) == b"".join(s for _, s in parts), what
+        assert bytes(codes[at].tolist()) == b"".join(c for c, _ in parts), what
+        assert bytes(scales[at].tolist()) == b"".join(s for _, s in parts), what
+        assert exponents[at].tolist() == ([exponent] if fmt.exponent else []), what
 
 
-@pytest.mark.parametrize("name", CUDA_FORMATS)
+@pytest.mark.parametrize("name", WITH_EXPONENT)
+def test_later_rows_are_packed_by_the_exponent_that_the_first_row_set(name, kernels, device):
+    sizes = {"key_size": 64, "device": device}
+    ours, theirs = packed_layer(name, "f32", **sizes), packed_layer(name, "f32", **sizes)
+    values = normal(16, 2, 64) * torch.logspace(-3, 0, 16)[:, None, None]
+    for first, last in ((0, 1), (1, 16)):
+        records, rows = [4] * (last - first), list(range(first, last))
+        kernels.append(
+            ours.key, values[first:last].to(device), ids(records, device), ids(rows, device)
+        )
+        put(theirs.key, values[first:last], records, rows)
+
+    assert torch.equal(ours.arena, theirs.arena)
+    assert not (ours.key.exponents[4] == 127).any()
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_gather_unpacks_records_in_any_order_and_again_and_again(name, kernels, device):
-    layer = packed_layer(name, "f32", heads=3, key_size=96, record_rows=5, device=device)
+    size = size_held(name, 96)
+    layer = packed_layer(name, "f32", heads=3, key_size=size, record_rows=5, device=device)
     fill(layer.key, list(range(8)), 40, seed=1)
     records = [7, 6, 5, 2, 2, 2, 0]
 
@@ -201,20 +251,19 @@ def test_gather_unpacks_records_in_any_order_and_again_and_again(name, kernels, 
     assert same_bytes(got, rows_of(layer.key, records, 35))
 
 
-@pytest.mark.parametrize("name", ["q8_0", "f16"])
+@pytest.mark.parametrize("name", [*NARROW, "turbo4e"])
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_rows_of_narrow_types_go_in_and_out(name, dtype, kernels, device):
-    sizes = {"key_size": 32, "device": device}
+    sizes = {"key_size": 64, "device": device}
     ours, theirs = packed_layer(name, "f32", **sizes), packed_layer(name, "f32", **sizes)
-    values = normal(16, 2, 32).to(dtype)
+    values = normal(16, 2, 64).to(dtype)
 
     kernels.append(ours.key, values.to(device), ids([3] * 16, device), ids(range(16), device))
     put(theirs.key, values, [3] * 16, range(16))
     got = kernels.gather(ours.key, ids([3], device), dtype).cpu()
 
     assert torch.equal(ours.arena, theirs.arena)
-    codes, scales = theirs.key.codes[3].cpu(), theirs.key.scales[3].cpu()
-    assert same_bytes(got, decode(theirs.key.format, codes, scales, 32, dtype))
+    assert same_bytes(got, rows_of(theirs.key, [3], 16).to(dtype))
 
 
 def test_gather_leaves_the_rows_of_a_negative_record_alone(kernels, device):
@@ -238,7 +287,7 @@ def sparse(tmp_path):
 def test_records_beyond_two_to_the_31_are_found(sparse, launcher):
     launcher.seed = 0
     kernels = CudaKernels(launcher)
-    near = packed_layer("q8_0", "q5_1", record_rows=16, num_records=4)
+    near = packed_layer("q8_0", "turbo3e", record_rows=16, num_records=4)
     stride = (2 << 30) + 4096
 
     def spread(side: PackedSide):
@@ -251,6 +300,7 @@ def test_records_beyond_two_to_the_31_are_found(sparse, launcher):
             head_size=side.head_size,
             codes=part(side.codes, side.codes),
             scales=part(side.scales, side.scales),
+            exponents=part(side.exponents, side.exponents),
         )
 
     far_key, far_value = spread(near.key), spread(near.value)
@@ -284,7 +334,9 @@ def test_records_beyond_two_to_the_31_are_found(sparse, launcher):
 # ---- attend ----
 
 
-def check_attention(kernels, layer, sequences, query_heads, dtype=F32, split_rows=64):
+def check_attention(
+    kernels, layer, sequences, query_heads, dtype=F32, split_rows=64, sinks=None, **knobs
+):
     """Run ``attend`` and hold it to the oracle; (out, lse) on the CPU."""
     size = layer.key.head_size
     query = normal(sequences.num_rows, query_heads, size, seed=9).to(dtype)
@@ -298,9 +350,12 @@ def check_attention(kernels, layer, sequences, query_heads, dtype=F32, split_row
         max_length=sequences.max_length,
         scale=size**-0.5,
         split_rows=split_rows,
+        sinks_Q=None if sinks is None else sinks.to(layer.arena.device),
+        **knobs,
     )
     out, lse = out.cpu(), lse.cpu()
-    expected, expected_lse = attention(query, layer, sequences, size**-0.5)
+    knobs.pop("partial_bytes", None)
+    expected, expected_lse = attention(query, layer, sequences, size**-0.5, sinks_Q=sinks, **knobs)
     largest = max(float(expected.abs().max()), 1.0) if expected.numel() else 1.0
     bound = BOUND + {F32: 0.0, F16: 2**-11, BF16: 2**-8}[dtype]
     assert out.dtype == dtype
@@ -311,9 +366,75 @@ def check_attention(kernels, layer, sequences, query_heads, dtype=F32, split_row
 
 @pytest.mark.parametrize(("key", "value", "dtype", "vectors"), ATTENDED)
 def test_attention_of_each_pair_is_that_of_f64(key, value, dtype, vectors, kernels, device):
-    layer = packed_layer(key, value, value_size=96, num_records=16, device=device)
+    size = size_held(value, 96)
+    layer = packed_layer(key, value, value_size=size, num_records=16, device=device)
     sequences = packed_sequences(layer, [100, 1, 17], [1, 1, 1])
     check_attention(kernels, layer, sequences, 2 * vectors, dtype)
+
+
+@pytest.mark.parametrize("window", [1, 3, 31, 32, 33, 50, 99, 100])
+@pytest.mark.parametrize("split_rows", [32, 40, 512])
+def test_a_window_keeps_the_last_keys_of_each_row(window, split_rows, kernels, device):
+    layer = packed_layer("q8_0", "q5_1", heads=1, num_records=16, device=device)
+    # 5 rows of 3 query heads are two blocks of eight query vectors.
+    sequences = packed_sequences(layer, [100, 5, 33], [5, 5, 2])
+    check_attention(kernels, layer, sequences, 3, split_rows=split_rows, window=window)
+
+
+def test_what_a_window_hides_may_be_anything(kernels, device):
+    layer = packed_layer("f32", "f32", heads=1, device=device)
+    sequences = packed_sequences(layer, [40], [1])
+    whole, lse = check_attention(kernels, layer, sequences, 4, window=7, split_rows=16)
+    for position in range(33):
+        record = sequences.tables[0][position // 16]
+        for side in (layer.key, layer.value):
+            side.codes[record, :, position % 16] = POISON
+    query = normal(1, 4, 64, seed=9, device=device)
+    poisoned, poisoned_lse = kernels.attend(
+        query, layer.key, layer.value, sequences.records, sequences.segments,
+        max_rows=1, max_length=40, scale=0.125, window=7, split_rows=16,
+    )  # fmt: skip
+    assert same_bytes(poisoned.cpu(), whole)
+    assert same_bytes(poisoned_lse.cpu(), lse)
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_a_cap_bends_the_scores(cap, kernels, device):
+    layer = packed_layer("f32", "f32", device=device)
+    sequences = packed_sequences(layer, [70, 9], [1, 1])
+    check_attention(kernels, layer, sequences, 8, cap=cap)
+
+
+def test_sinks_share_the_denominator_and_not_the_log_sum_exp(kernels, device):
+    layer = packed_layer("f32", "f32", device=device)
+    # The last sequence is empty: its row stays 0 in spite of the sinks.
+    sequences = packed_sequences(layer, [70, 9, 0], [1, 1, 1])
+    sinks = torch.tensor([0.0, 4.0, -3.0, 200.0, -math.inf, 1.0, 2.0, 3.0])
+    out, lse = check_attention(kernels, layer, sequences, 8, split_rows=32, sinks=sinks)
+    assert not out[0, 3].any()
+    assert not out[2].any()
+    assert lse[0].isfinite().all()
+
+
+def test_window_cap_and_sinks_hold_together_on_packed_rows(kernels, device):
+    layer = packed_layer("turbo4", "turbo3e", num_records=16, device=device)
+    sequences = packed_sequences(layer, [90, 40], [1, 1])
+    sinks = normal(8, seed=4)
+    check_attention(kernels, layer, sequences, 8, window=37, cap=2.0, sinks=sinks, split_rows=32)
+
+
+@pytest.mark.parametrize("partial_bytes", [1, 5000])
+def test_rows_taken_a_few_at_a_time_have_the_same_bits(partial_bytes, kernels, device):
+    layer = packed_layer("q8_0", "q5_1", heads=1, num_records=16, device=device)
+    sequences = packed_sequences(layer, [70, 5, 33], [5, 5, 2])
+    whole, parts = (
+        check_attention(
+            kernels, layer, sequences, 3, window=20, split_rows=32, partial_bytes=num_bytes
+        )
+        for num_bytes in (PARTIAL_BYTES, partial_bytes)
+    )
+    for ours, theirs in zip(parts, whole, strict=True):
+        assert same_bytes(ours, theirs)
 
 
 @pytest.mark.parametrize("record_rows", [1, 24, 16])
@@ -392,6 +513,20 @@ def test_a_sequence_has_the_same_bits_alone_and_in_company(kernels, device):
     assert same_bytes(both[2].cpu(), alone[2].cpu())
 
 
+def test_rows_have_the_same_bits_together_and_one_by_one(kernels, device):
+    layer = packed_layer("q8_0", "q5_1", heads=1, device=device)
+    sequences = packed_sequences(layer, [70], [5])
+    query = normal(5, 3, 64, device=device)
+    knobs = {"scale": 0.125, "window": 37, "cap": 3.0, "split_rows": 32, "max_length": 70}
+    sides = layer.key, layer.value, sequences.records
+    together, lse = kernels.attend(query, *sides, sequences.segments, max_rows=5, **knobs)
+    for t in range(5):
+        segments = ids([[0, 1, 66 + t, 0]], device)
+        alone, alone_lse = kernels.attend(query[t : t + 1], *sides, segments, max_rows=1, **knobs)
+        assert same_bytes(alone[0].cpu(), together[t].cpu())
+        assert same_bytes(alone_lse[0].cpu(), lse[t].cpu())
+
+
 def test_a_row_that_is_hidden_may_hold_anything(kernels, device):
     layer = packed_layer("f32", "f32", heads=1, device=device)
     sequences = packed_sequences(layer, [9], [2])
@@ -461,34 +596,6 @@ def test_a_state_is_copied_alone_out_of_its_slot(kernels, device):
     assert torch.equal(target.view(4, slot).cpu(), expected)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("channels", [1, 130])
-def test_a_convolution_keeps_its_last_taps(channels, dtype, kernels, device):
-    taps, offset, num = 3, 16, [0, 1, 2, 3, 7, 4]
-    slot = offset + 4 * channels * taps + 16
-    states = torch.zeros(6 * slot, dtype=torch.uint8, device=device)
-    views = states.view(6, slot)[:, offset : offset + 4 * channels * taps].view(F32)
-    views[:] = normal(6, channels * taps, device=device)
-    before = states.clone().view(6, slot)
-    values = normal(sum(num), channels, seed=3).to(dtype)
-    starts = [sum(num[:i]) for i in range(6)]
-    slots = [5, 3, 1, 0, 2, -1]
-    kernels.roll_conv(
-        states, ids(slots, device), ids(list(zip(starts, num, strict=True)), device),
-        values.to(device), slot_bytes=slot, offset=offset, taps=taps,
-    )  # fmt: skip
-    for sequence, at in enumerate(slots[:5]):
-        old = before[at, offset : offset + 4 * channels * taps].view(F32).view(channels, taps)
-        new = values[starts[sequence] : starts[sequence] + num[sequence]].float()
-        expected = torch.cat([old.cpu().T, new])[-taps:].T
-        got = states.view(6, slot)[at, offset : offset + 4 * channels * taps].view(F32)
-        assert same_bytes(got.cpu(), expected.flatten())
-    assert torch.equal(states.view(6, slot)[4].cpu(), before[4].cpu())
-    untouched = torch.cat([before[:, :offset], before[:, -16:]], 1)
-    now = states.view(6, slot)
-    assert torch.equal(torch.cat([now[:, :offset], now[:, -16:]], 1), untouched)
-
-
 # ---- order, errors, operators ----
 
 
@@ -523,24 +630,41 @@ def test_tensors_that_do_not_fit_are_refused_before_a_launch(kernels, device):
                 head_size=64,
                 codes=layer.key.codes.contiguous(),
                 scales=layer.key.scales,
+                exponents=layer.key.exponents,
             ),
             one,
             F32,
         )
     with pytest.raises(InternalError, match="multiples of 16"):
         kernels.copy_records(layer.arena, layer.arena[8:], one, one, 1024)
-    with pytest.raises(InternalError, match="leaves the slot of 64 bytes"):
-        kernels.roll_conv(
-            layer.arena, one, ids([[0, 1]], device), values[0], slot_bytes=64, offset=0, taps=3
-        )
     with pytest.raises(InternalError, match="segments are no int64"):
         kernels.attend(
             values, layer.key, layer.value, one, one, max_rows=1, max_length=1, scale=1.0
         )
     with pytest.raises(ConfigError, match="float64"):
         kernels.append(layer.key, values.double(), one, one)
-    with pytest.raises(FormatError, match="turbo4 has no CUDA kernel"):
-        append_kernel(parse_format("turbo4"), F32)
+    with pytest.raises(InternalError, match="a window of -1"):
+        kernels.attend(
+            values, layer.key, layer.value, one, ids([[0, 1, 1, 0]], device),
+            max_rows=1, max_length=1, scale=1.0, window=-1,
+        )  # fmt: skip
+    with pytest.raises(InternalError, match="sinks are no f32"):
+        kernels.attend(
+            values, layer.key, layer.value, one, ids([[0, 1, 1, 0]], device),
+            max_rows=1, max_length=1, scale=1.0, sinks_Q=torch.zeros(3, device=device),
+        )  # fmt: skip
+    with pytest.raises(InternalError, match="exponents do not fit"):
+        kernels.gather(
+            PackedSide(
+                format=layer.key.format,
+                head_size=64,
+                codes=layer.key.codes,
+                scales=layer.key.scales,
+                exponents=layer.key.codes,
+            ),
+            one,
+            F32,
+        )
     with pytest.raises(FormatError, match="96 elements cannot be rotated"):
         kernels.rotate(normal(1, 96), one, one)
     wide = packed_layer("f32", "f32", key_size=576, device=device)
@@ -554,50 +678,52 @@ def test_tensors_that_do_not_fit_are_refused_before_a_launch(kernels, device):
 def operator_arguments(device):
     """Arguments for every operator."""
     layer = packed_layer("q8_0", "fp8", value_size=96, device=device)
-    key = layer.key.codes, layer.key.scales, "q8_0", 1.0
-    value = layer.value.codes, layer.value.scales, "fp8", 0.25
+    key = layer.key.codes, layer.key.scales, layer.key.exponents, "q8_0", 1.0
+    value = layer.value.codes, layer.value.scales, layer.value.exponents, "fp8", 0.25
+    knobs = 0.125, 7, 2.0, normal(8, device=device), 512
     sequences = packed_sequences(layer, [20, 3], [1, 1])
     signs = torch.ones(64, device=device)
     rows = normal(2, 2, 64, device=device)
     units = bytes_of(4 * 1024, device), bytes_of(4 * 1024, device)
     pairs = ids([0, -1], device), ids([2, 1], device)
-    spans = ids([[0, 1], [1, 1]], device)
     where = sequences.records, sequences.segments
     return {
         "append": (*key, rows, ids([5, -1], device), ids([3, 2], device)),
         "gather": (*key, 64, ids([1, 0], device), BF16),
-        "attend": (normal(2, 8, 64, device=device), *key, *value, 96, *where, 1, 20, 0.125, 512),
+        "attend": (normal(2, 8, 64, device=device), *key, *value, 96, *where, 1, 20, *knobs),
         "rotate": (rows, signs, signs),
         "copy_records": (*units, *pairs, 1024),
         "copy_state": (*units, *pairs, 1024, 64, 100),
-        "roll_conv": (units[0], pairs[1], spans, normal(2, 8, device=device), 1024, 64, 3),
     }
 
 
 @pytest.mark.parametrize(
-    "name", ["append", "gather", "attend", "rotate", "copy_records", "copy_state", "roll_conv"]
+    "name", ["append", "gather", "attend", "rotate", "copy_records", "copy_state"]
 )
-def test_operators_say_what_they_change_and_return(name, kernels, device, monkeypatch):
-    monkeypatch.setattr(cuda_ops, "cuda_kernels", lambda: kernels)
-    torch.library.opcheck(
-        getattr(torch.ops.memkv, name).default,
-        operator_arguments(device)[name],
-        test_utils=("test_schema", "test_faketensor"),
-    )
+def test_operators_say_what_they_change_and_return(name, kernels, device):
+    with cuda_ops.serving(device, kernels):
+        torch.library.opcheck(
+            getattr(torch.ops.memkv, name).default,
+            operator_arguments(device)[name],
+            test_utils=("test_schema", "test_faketensor"),
+        )
 
 
-def test_the_attention_operator_hands_every_argument_on(kernels, device, monkeypatch):
-    monkeypatch.setattr(cuda_ops, "cuda_kernels", lambda: kernels)
+def test_the_attention_operator_hands_every_argument_on(kernels, device):
     layer = packed_layer("q8_0", "fp8", value_size=96, device=device)
     sequences = packed_sequences(layer, [20, 3], [1, 1])
-    query = normal(2, 4, 64)
-    out, lse = torch.ops.memkv.attend(
-        query.to(device),
-        *(layer.key.codes, layer.key.scales, "q8_0", layer.key.scale),
-        *(layer.value.codes, layer.value.scales, "fp8", layer.value.scale, 96),
-        *(sequences.records, sequences.segments, 1, 20, 0.125, 32),
+    query, sinks = normal(2, 4, 64), normal(4, seed=3)
+    key, value = layer.key, layer.value
+    with cuda_ops.serving(device, kernels):
+        out, lse = torch.ops.memkv.attend(
+            query.to(device),
+            *(key.codes, key.scales, key.exponents, "q8_0", key.scale),
+            *(value.codes, value.scales, value.exponents, "fp8", value.scale, 96),
+            *(sequences.records, sequences.segments, 1, 20, 0.125, 7, 1.5, sinks.to(device), 32),
+        )
+    expected, expected_lse = attention(
+        query, layer, sequences, 0.125, window=7, cap=1.5, sinks_Q=sinks
     )
-    expected, expected_lse = attention(query, layer, sequences, 0.125)
     torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=BOUND * 10)
     torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=0, atol=BOUND * 10)
 
@@ -607,8 +733,9 @@ def test_operators_run_on_the_current_stream():
     layer = packed_layer("q8_0", "f32", device="cuda")
     values = normal(16, 2, 64)
     stream = torch.cuda.Stream()
+    assert cuda_ops.load() is not None
     with torch.cuda.stream(stream):
-        side = layer.key.codes, layer.key.scales, "q8_0", 1.0
+        side = layer.key.codes, layer.key.scales, layer.key.exponents, "q8_0", 1.0
         where = ids([2] * 16, "cuda"), ids(range(16), "cuda")
         torch.ops.memkv.append(*side, values.to("cuda"), *where)
         rows = torch.ops.memkv.gather(*side, 64, ids([2], "cuda"), F32)

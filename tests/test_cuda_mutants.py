@@ -18,9 +18,9 @@ from memkv_pp.cache.cuda_launch import (
     ROTATE,
     append_kernel,
     attend_kernel,
+    exponents_kernel,
     gather_kernel,
     merge_kernel,
-    roll_conv_kernel,
     rotate_kernel,
 )
 from memkv_pp.cache.cuda_source import kernel_source
@@ -40,23 +40,30 @@ from memkv_pp.testing.packed_sides import (
 pytestmark = pytest.mark.slow
 
 F32 = torch.float32
-Q8_0, PLAIN = parse_format("q8_0"), parse_format("f32")
+TURBO4E, PLAIN = parse_format("turbo4e"), parse_format("f32")
 KERNELS = {
-    CODEC: [append_kernel(Q8_0, F32), gather_kernel(Q8_0, F32)],
+    CODEC: [make(TURBO4E, F32) for make in (append_kernel, exponents_kernel, gather_kernel)],
     ATTEND: [attend_kernel(PLAIN, PLAIN, F32, 8), merge_kernel(F32)],
-    COPY: ["copy_records", "copy_state", roll_conv_kernel(F32)],
+    COPY: ["copy_records", "copy_state"],
     ROTATE: [rotate_kernel(F32, 64)],
 }
 # What is taken away, and how often it is there: each place is a mutant.
 EDITS = {
     "barrier": (r"__syncthreads\(\);", ""),
     "shuffle": (r"__shfl_xor_sync\(0xFFFFFFFFu, (\S+), \w+\)", r"\1"),
-    "score mask": (r"if \(first \+ lane < visible\(v\)\)", ""),
-    "sum mask": (r"if \(first \+ key < seen\[v\]\)", ""),
+    "score mask": (r"first \+ lane < visible\(v\) && ", ""),
+    "sum mask": (r"first \+ key < seen\[v\] && ", ""),
+    "window of scores": (r" && first \+ lane >= hidden\(v\)", ""),
+    "window of sums": (r" && first \+ key >= unseen\[v\]", ""),
+    "cap": (r"if \(cap > 0\.0f\) score = [^;]+;", ""),
+    "sink": (r"if \(sinks && !none\) [^;]+;", ""),
     "empty split": (r"if \(lse\[at\] != minus_infinity\(\)\)", ""),
+    "exponent of no record": (r"records\[at\] < 0 \|\| ", ""),
+    "exponent of a later row": (r" \|\| rows\[at\] != 0", ""),
+    "exponent": (r"if \(exponents\) factor = [^;]+;", ""),
     "negative id": (r"if \((?:record|slot|into) < 0[^)]*\) (?:continue|return);", ""),
 }
-MUTANTS_OF = {CODEC: 4, ATTEND: 10, COPY: 3, ROTATE: 1}
+MUTANTS_OF = {CODEC: 10, ATTEND: 14, COPY: 2, ROTATE: 1}
 
 
 def ids(values):
@@ -64,9 +71,9 @@ def ids(values):
 
 
 def body_of(source):
-    """The text of a source's kernels, without the headers in front of it."""
+    """The text of a source's kernels and of headers that have warp operations: all but device.h."""
     text = kernel_source(source)
-    return text[text.rindex(f'"cuda/{source}.cu"\n') + len(f'"cuda/{source}.cu"\n') :]
+    return text[text.index("#line", text.rindex('"cuda/device.h"\n')) :]
 
 
 def mutants_of(source):
@@ -121,9 +128,15 @@ def new_tensors_hold_nan():
 
 
 def codec_is_right(kernels):
-    ours, theirs = (packed_layer("q8_0", "f32", key_size=96) for _ in range(2))
-    values = torch.randn(40, 2, 96, generator=torch.Generator().manual_seed(0))
-    records, rows = [i // 16 if i % 5 else -1 for i in range(40)], [i % 16 for i in range(40)]
+    ours, theirs = (packed_layer("turbo4e", "f32", key_size=64) for _ in range(2))
+    # Unlike the poison of shared memory, which may be written to where nothing should be.
+    for layer in (ours, theirs):
+        layer.arena.fill_(0x55)
+    values = torch.randn(41, 2, 64, generator=torch.Generator().manual_seed(0))
+    # Later rows are smaller, and the last one, which is written nowhere, would be a first row.
+    values *= torch.logspace(3, 0, 41)[:, None, None]
+    records = [i // 16 if i % 5 != 1 else -1 for i in range(40)] + [-1]
+    rows = [i % 16 for i in range(40)] + [0]
     kernels.append(ours.key, values, ids(records), ids(rows))
     put(theirs.key, values, records, rows)
     fill(theirs.key, [3, 4], 32, seed=1)
@@ -140,12 +153,21 @@ def attention_is_right(kernels):
     sequences = packed_sequences(layer, [100, 41], [2, 2])
     # The last row of the second sequence is hidden from the row before it.
     layer.value.codes[sequences.tables[1][-1], :, 40 % 16] = POISON
+    if not attends(kernels, layer, sequences):
+        return False
+    # A window of 40 hides row 50 of the first sequence, in the middle of a tile.
+    layer.value.codes[sequences.tables[0][50 // 16], :, 50 % 16] = POISON
+    sinks = torch.tensor([0.0, 1.0, 2.0, -1.0, 4.0])
+    return attends(kernels, layer, sequences, window=40, cap=0.5, sinks_Q=sinks)
+
+
+def attends(kernels, layer, sequences, **knobs):
     query = torch.randn(4, 5, 64, generator=torch.Generator().manual_seed(1))
     out, lse = kernels.attend(
         query, layer.key, layer.value, sequences.records, sequences.segments,
-        max_rows=2, max_length=100, scale=0.125, split_rows=48,
+        max_rows=2, max_length=100, scale=0.125, split_rows=48, **knobs,
     )  # fmt: skip
-    expected, expected_lse = attention(query, layer, sequences, 0.125)
+    expected, expected_lse = attention(query, layer, sequences, 0.125, **knobs)
     sums = torch.allclose(out.double(), expected, rtol=0, atol=1e-5, equal_nan=True)
     return sums and torch.allclose(lse.double(), expected_lse, rtol=0, atol=1e-4)
 
@@ -163,19 +185,7 @@ def copies_are_right(kernels):
     kernels.copy_state(
         states[inner], from_inner, into, out_of, slot_bytes=size, offset=0, num_elements=size // 4
     )
-    rolled = torch.zeros(6 * size, dtype=torch.uint8)
-    rows = torch.ones(2, 128)
-    kernels.roll_conv(
-        rolled[inner], ids([0, -1]), ids([[0, 1], [1, 1]]), rows,
-        slot_bytes=size, offset=0, taps=1,
-    )  # fmt: skip
-    wanted = torch.zeros(6 * size // 4)
-    wanted[size // 4 : size // 4 + 128] = 1
-    return (
-        torch.equal(records, expected.flatten())
-        and torch.equal(states, expected.flatten())
-        and torch.equal(rolled.view(F32), wanted)
-    )
+    return torch.equal(records, expected.flatten()) and torch.equal(states, expected.flatten())
 
 
 def rotation_is_right(kernels):

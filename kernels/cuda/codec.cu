@@ -2,8 +2,10 @@
 //
 // A block takes CODEC_ELEMENTS elements in the order of the unpacked rows, so that consecutive
 // threads touch consecutive words of them. In shared memory groups lie an odd number of floats
-// apart: threads that each walk through a group of their own meet no bank conflict.
-#include "cuda/device.h"
+// apart: threads that each walk through a group of their own meet no bank conflict. Rows of rotated
+// formats, which such a block holds whole, are rotated there on the way in, and come out rotated.
+#include "cuda/rotation.h"
+#include "cuda/warp.h"
 
 constexpr int CODEC_ELEMENTS = 4096;
 
@@ -48,13 +50,77 @@ __device__ void write_part(const uint8_t* groups, int held, const Walk& start,
   }
 }
 
+// Signs f32 [head_size] and the norm of a rotation; formats that are not rotated use none of it.
+struct Rotation {
+  const float* first;
+  const float* second;
+  float norm;
+};
+
+// Rotate `held` rows of SIZE elements, groups of 16 that lie 17 floats apart.
+template <int SIZE>
+__device__ void rotate_tile(float* tile, int held, const Rotation& by) {
+  const int lane = (int)threadIdx.x % 32, warps = (int)blockDim.x / 32;
+  for (int row = (int)threadIdx.x / 32; row < held; row += warps) {
+    float x[SIZE / 32];
+    float* const places = tile + (row * (SIZE / 16) + lane / 16) * 17 + lane % 16;
+#pragma unroll
+    for (int i = 0; i < SIZE / 32; ++i) x[i] = places[i * 2 * 17];
+    rotate_row<SIZE>(x, by.first, by.second, by.norm);
+#pragma unroll
+    for (int i = 0; i < SIZE / 32; ++i) places[i * 2 * 17] = x[i];
+  }
+}
+
+// The largest magnitude of a row after its rotation, or a NaN if there is one; a warp takes a row.
+template <int DTYPE, int SIZE>
+__device__ float rotated_largest(const typename Element<DTYPE>::stored* row, const Rotation& by) {
+  const int lane = (int)threadIdx.x % 32;
+  float x[SIZE / 32], largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < SIZE / 32; ++i) x[i] = Element<DTYPE>::load(row[32 * i + lane]);
+  rotate_row<SIZE>(x, by.first, by.second, by.norm);
+#pragma unroll
+  for (int i = 0; i < SIZE / 32; ++i) largest = larger(largest, magnitude(x[i]));
+  return largest;
+}
+
+// Set the exponents of the records whose row 0 is among values [num_rows, heads, head_size], as
+// `append` takes them, which is launched after this. A warp takes a head of a row.
+template <int FORMAT, int DTYPE>
+__global__ void set_exponents(const typename Element<DTYPE>::stored* values, const int64_t* records,
+                              const int64_t* rows, const float* first, const float* second,
+                              uint8_t* exponents, int64_t record_bytes, int64_t num_rows, int heads,
+                              int head_size, float norm) {
+  const int64_t unit = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32, at = unit / heads;
+  if (at >= num_rows || records[at] < 0 || rows[at] != 0) return;
+  const int lane = (int)threadIdx.x % 32;
+  const auto* const row = values + unit * head_size;
+  float largest = 0.0f;
+  if constexpr (is_rotated(FORMAT)) {
+    const Rotation by{first, second, norm};
+    if (head_size == 64) largest = rotated_largest<DTYPE, 64>(row, by);
+    if (head_size == 128) largest = rotated_largest<DTYPE, 128>(row, by);
+    if (head_size == 256) largest = rotated_largest<DTYPE, 256>(row, by);
+    if (head_size == 512) largest = rotated_largest<DTYPE, 512>(row, by);
+  } else {
+    for (int d = lane; d < head_size; d += 32) {
+      largest = larger(largest, magnitude(Element<DTYPE>::load(row[d])));
+    }
+  }
+  largest = warp_largest(largest);
+  if (lane == 0) exponents[records[at] * record_bytes + unit % heads] = exponent_byte(largest);
+}
+
 // Pack values [num_rows, heads, head_size] to (records[i], rows[i]); a negative record writes
 // nothing. Pairs are distinct. `factor` is fp8's reciprocal of the scale. Shared memory, with n =
 // CODEC_ELEMENTS / group: n * (4 * (group | 1) + code_bytes + scale_bytes).
 template <int FORMAT, int DTYPE>
 __global__ void append(const typename Element<DTYPE>::stored* values, const int64_t* records,
-                       const int64_t* rows, uint8_t* codes, uint8_t* scales, int64_t record_bytes,
-                       int64_t num_rows, int heads, int record_rows, int head_size, float factor) {
+                       const int64_t* rows, const float* first_signs, const float* second_signs,
+                       uint8_t* codes, uint8_t* scales, uint8_t* exponents, int64_t record_bytes,
+                       int64_t num_rows, int heads, int record_rows, int head_size, float norm,
+                       float factor) {
   using packed_group = Packed<FORMAT>;
   constexpr int group = packed_group::group, pitch = group | 1;
   constexpr int block_groups = CODEC_ELEMENTS / group;
@@ -70,7 +136,22 @@ __global__ void append(const typename Element<DTYPE>::stored* values, const int6
     tile[i / group * pitch + i % group] = Element<DTYPE>::load(values[first * group + i]);
   }
   __syncthreads();
+  if constexpr (is_rotated(FORMAT)) {
+    const Rotation by{first_signs, second_signs, norm};
+    const int held_rows = held / row_groups;
+    if (head_size == 64) rotate_tile<64>(tile, held_rows, by);
+    if (head_size == 128) rotate_tile<128>(tile, held_rows, by);
+    if (head_size == 256) rotate_tile<256>(tile, held_rows, by);
+    if (head_size == 512) rotate_tile<512>(tile, held_rows, by);
+    __syncthreads();
+  }
+  const Walk walk(first, heads, row_groups);
   for (int i = (int)threadIdx.x; i < held; i += threads) {
+    if (exponents) {
+      const Walk at = walk.at(i);
+      if (records[at.outer] < 0) continue;
+      factor = reciprocal_power(exponents[records[at.outer] * record_bytes + at.place]);
+    }
     packed_group packed;
     Block<FORMAT>::encode(tile + i * pitch, packed.codes, packed.scales, factor);
     copy_bytes<code_bytes>(packed_codes + i * code_bytes, packed.codes);
@@ -80,7 +161,6 @@ __global__ void append(const typename Element<DTYPE>::stored* values, const int6
   }
   __syncthreads();
 
-  const Walk walk(first, heads, row_groups);
   const Rows code_rows{record_bytes, record_rows, row_groups * code_bytes};
   write_part<code_bytes>(packed_codes, held, walk, records, rows, code_rows, codes);
   if constexpr (scale_bytes > 0) {
@@ -90,11 +170,11 @@ __global__ void append(const typename Element<DTYPE>::stored* values, const int6
 }
 
 // Unpack every row of records [num_records], in order, to out [heads, num_records * record_rows,
-// head_size]; rows of a negative record come out as anything. `factor` is fp8's scale. Shared
-// memory: CODEC_ELEMENTS / group * 4 * (group | 1).
+// head_size]; rows of a negative record come out as anything. `exponents` is null for a format without
+// them, `factor` fp8's scale. Shared memory: CODEC_ELEMENTS / group * 4 * (group | 1).
 template <int FORMAT, int DTYPE>
-__global__ void gather(const uint8_t* codes, const uint8_t* scales, int64_t record_bytes,
-                       const int64_t* records, int64_t num_records,
+__global__ void gather(const uint8_t* codes, const uint8_t* scales, const uint8_t* exponents,
+                       int64_t record_bytes, const int64_t* records, int64_t num_records,
                        typename Element<DTYPE>::stored* out, int heads, int record_rows,
                        int head_size, float factor) {
   using packed_group = Packed<FORMAT>;
@@ -120,6 +200,7 @@ __global__ void gather(const uint8_t* codes, const uint8_t* scales, int64_t reco
     }
     const int64_t record = records[at];
     if (record >= 0) {
+      if (exponents) factor = power(exponents[record * record_bytes + head]);
       packed_group packed;
       packed.load(codes + code_rows.at(record, (int)head, walk.place),
                   scales + scale_rows.at(record, (int)head, walk.place), walk.index);

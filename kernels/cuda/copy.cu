@@ -36,28 +36,3 @@ __global__ void copy_state(uint8_t* target, const uint8_t* source, const int64_t
     written[i] = read[i];
   }
 }
-
-// Shift sequence s's convolution state by its new rows. State: f32 [channels][taps], `offset` bytes
-// into slot slots[s]; spans [sequences, 2] say its first row in values [rows, channels] and their
-// number. Afterwards the state is the last `taps` of the old state followed by the new rows. Block
-// (s, y), a thread for each channel.
-template <int DTYPE>
-__global__ void roll_conv(uint8_t* states, const int64_t* slots, const int64_t* spans,
-                          const typename Element<DTYPE>::stored* values, int64_t slot_bytes,
-                          int64_t offset, int channels, int taps) {
-  const int64_t slot = slots[blockIdx.x];
-  const int channel = (int)(blockIdx.y * blockDim.x + threadIdx.x);
-  if (slot < 0 || channel >= channels) return;
-  float* const state = (float*)(states + slot * slot_bytes + offset) + (int64_t)channel * taps;
-  const int64_t first = spans[2 * (int64_t)blockIdx.x], num = spans[2 * (int64_t)blockIdx.x + 1];
-  if (num == 0) return;
-  // In ascending order a tap is read before it is overwritten.
-  for (int64_t tap = 0; tap < taps; ++tap) {
-    const int64_t at = tap + num;
-    if (at < taps) {
-      state[tap] = state[at];
-    } else {
-      state[tap] = Element<DTYPE>::load(values[(first + at - taps) * channels + channel]);
-    }
-  }
-}

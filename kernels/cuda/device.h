@@ -7,6 +7,7 @@
 #include "emulation/emulator.h"
 #endif
 #include "codec/blocks.h"
+#include "codec/groups.h"
 
 // All shared memory is dynamic: its bytes are an argument of the launch.
 #ifdef MEMKV_EMULATE
@@ -18,6 +19,21 @@
 #endif
 
 using namespace memkv;
+
+// a * b + c, rounded once: spelled out so that no compiler decides where products are fused.
+__device__ inline float multiply_add(float a, float b, float c) {
+#ifdef MEMKV_EMULATE
+  return std::fma(a, b, c);
+#else
+  return __fmaf_rn(a, b, c);
+#endif
+}
+
+// Spelled out: HUGE_VALF needs a header that NVRTC has not.
+MEMKV_HD float minus_infinity() { return float_of(0xFF800000u); }
+
+// The larger one, or a NaN if there is one.
+MEMKV_HD float larger(float a, float b) { return a >= b || is_nan(a) ? a : b; }
 
 // One element of a row as torch keeps it; DTYPE is F32, F16 or BF16 of memkv::Format.
 template <int DTYPE>

@@ -1,10 +1,10 @@
-// Attention over packed rows where they lie: no row is unpacked but into a tile in the first cache.
+// Attention over packed rows where they lie: no row is unpacked but into a buffer in the first cache.
 //
 // Keys of a sequence, by position:
 //
 //   [ split of 1024 | split | … )     an own online softmax each, merged in order
 //     [ block of 64 | block | … )     one softmax update a row
-//       [ tile of 16 | tile | … )     unpacked once for all rows of a unit
+//       [ tile of 16 | tile | … )     unpacked once for all rows of a unit, by block if these are many
 //
 // A row's sums run over the lanes of a vector, then over tiles, blocks and splits in order, and
 // depend on its query, its position and its keys only: not on the rows beside it, the split into
@@ -17,12 +17,17 @@
 
 #include "attend_rows.h"
 #include "pool.h"
+#include "unpack_groups.h"
 
 namespace memkv {
 namespace {
 
 constexpr int64_t SPLIT_KEYS = 1024;
-constexpr int MAX_ROWS = 64;  // rows of a unit
+// Rows of a unit: more share what is unpacked, fewer leave more units to the threads.
+constexpr int MAX_ROWS = 256, FEW_ROWS = 64;
+constexpr int UNITS_PER_THREAD = 4;
+// From so many rows on, time goes into sums and not into unpacking.
+constexpr int MANY_ROWS = 16;
 // Fewer cached elements than this are attended before another thread is awake.
 constexpr int64_t ELEMENTS_PER_THREAD = 1 << 18;
 
@@ -32,8 +37,10 @@ enum QueryType : int32_t { QUERY_F32 = 0, QUERY_BF16 = 1, QUERY_F16 = 2 };
 struct SideArguments {
   const uint8_t* codes;
   const uint8_t* scales;
+  const uint8_t* exponents;  // a byte each record and head, or null: `factor` is all rows'
   int64_t code_record_stride;
   int64_t scale_record_stride;
+  int64_t exponent_record_stride;
   int32_t code_row_bytes;
   int32_t scale_row_bytes;
   int32_t format;
@@ -56,7 +63,8 @@ extern "C" {
 struct memkv_attend_arguments {
   const void* query;  // [T, heads * group, K head size], strides in elements
   void* out;          // [T, heads * group, V head size], contiguous
-  float* log_sum_exp; // [T, heads * group] or null
+  float* log_sum_exp; // [T, heads * group] or null: of the keys' scores, without the sinks
+  const float* sinks; // [heads * group] or null: a further score of each query head, without a value
   const memkv::Segment* segments;
   const int64_t* records;  // [num_listed], each below num_records where a row looks at it
   int64_t num_segments, num_rows, num_listed, num_records;  // num_rows: T
@@ -76,8 +84,17 @@ namespace {
 using Arguments = memkv_attend_arguments;
 using Unpack = void (*)(const uint8_t*, const uint8_t*, const uint8_t*, int, float, float*);
 
-constexpr Unpack UNPACK[] = {unpack<F32>,  unpack<F16>,  unpack<BF16>, unpack<FP8>, unpack<Q8_0>,
-                             unpack<Q5_1>, unpack<Q5_0>, unpack<Q4_1>, unpack<Q4_0>};
+// As unpack<FORMAT>, for the formats of groups of sixteen.
+template <int FORMAT>
+void unpack_coded_rows(const uint8_t* codes, const uint8_t* scales, const uint8_t* next, int num_elements, float factor,
+                       float* tile) {
+  unpack_sixteens<FORMAT>(codes, scales, next, num_elements / Block<FORMAT>::group, factor, tile);
+}
+
+constexpr Unpack UNPACK[] = {
+    unpack<F32>,  unpack<F16>,  unpack<BF16>, unpack<FP8>,  unpack<Q8_0>,
+    unpack<Q5_1>, unpack<Q5_0>, unpack<Q4_1>, unpack<Q4_0>, unpack_coded_rows<NVFP4>,
+    unpack_coded_rows<TURBO8>, unpack_coded_rows<TURBO4>, unpack_coded_rows<TURBO3>, unpack_coded_rows<TURBO2>};
 constexpr int NUM_FORMATS = sizeof UNPACK / sizeof UNPACK[0];
 
 // Memory of a thread that grows and stays.
@@ -120,23 +137,30 @@ View view_of(const Arguments& a, const Segment& s, int64_t t) {
   return {a.window > 0 && end > a.window ? end - a.window : 0, end};
 }
 
-int rows_of_unit(const Arguments& a) {
+// Rows of a unit at most: what the second cache holds, but FEW_ROWS where `threads` would idle.
+int rows_of_unit(const Arguments& a, int threads) {
   const int size = a.k.head_size > a.v.head_size ? a.k.head_size : a.v.head_size;
-  return size <= 128 ? MAX_ROWS : size <= 256 ? MAX_ROWS / 2 : MAX_ROWS / 4;
+  const int most = size <= 128 ? MAX_ROWS : size <= 256 ? MAX_ROWS / 2 : MAX_ROWS / 4;
+  int64_t units = 0;
+  for (int64_t i = 0; i < a.num_segments; ++i) units += (a.segments[i].num_rows * a.group + most - 1) / most;
+  return units * a.heads >= UNITS_PER_THREAD * threads ? most : FEW_ROWS < most ? FEW_ROWS : most;
 }
 
-// Where a key's row lies, and how many rows follow it in its record, itself among them.
+// Where a key's row lies, how many rows follow it in its record, itself among them, and the factor
+// of that record.
 struct Place {
   const uint8_t* codes;
   const uint8_t* scales;
   int64_t rows;
+  float factor;
 };
 
 Place place_of(const SideArguments& side, const int64_t* records, int record_rows, int head, int64_t key) {
   const int64_t index = key / record_rows, row = key - index * record_rows;
   const int64_t record = records[index], at = (int64_t)head * record_rows + row;
   return {side.codes + record * side.code_record_stride + at * side.code_row_bytes,
-          side.scales + record * side.scale_record_stride + at * side.scale_row_bytes, record_rows - row};
+          side.scales + record * side.scale_record_stride + at * side.scale_row_bytes, record_rows - row,
+          side.exponents == nullptr ? side.factor : power(side.exponents[record * side.exponent_record_stride + head])};
 }
 
 // Unpacks keys [begin, end), and asks for those `ahead` keys on while it does.
@@ -146,9 +170,10 @@ void unpack_keys(const SideArguments& side, const int64_t* records, int record_r
   for (int64_t key = begin; key < end;) {
     const Place here = place_of(side, records, record_rows, head, key);
     const Place next = place_of(side, records, record_rows, head, key + ahead);
-    const int64_t rows = here.rows < end - key ? here.rows : end - key;
+    int64_t rows = here.rows < end - key ? here.rows : end - key;
+    if (rows > TILE_KEYS) rows = TILE_KEYS;
     for (int at = 0; at < rows * side.scale_row_bytes; at += 64) __builtin_prefetch(next.scales + at, 0, 2);
-    unpack_run(here.codes, here.scales, next.codes, (int)rows * side.head_size, side.factor,
+    unpack_run(here.codes, here.scales, next.codes, (int)rows * side.head_size, here.factor,
                tile + (key - begin) * side.head_size);
     key += rows;
   }
@@ -169,6 +194,18 @@ void load_query(const Arguments& a, const Unit& unit, float* query) {
   }
 }
 
+// What a row's weighted values are divided by; a sink's weight is in it, and scales them down by
+// `keep` where it is the largest.
+float divisor_of(const Arguments& a, int64_t head, float top, float total, float* keep) {
+  *keep = 1.0f;
+  if (a.sinks != nullptr && a.sinks[head] != NEVER) {
+    const float sink = a.sinks[head], largest = top > sink ? top : sink;
+    *keep = exponential_of(top - largest);
+    return total * *keep + exponential_of(sink - largest);
+  }
+  return top == NEVER ? 1.0f : total;
+}
+
 // Writes the rows of a unit; rows without a key are zeros.
 void store_out(const Arguments& a, const Unit& unit, const Sums& sums) {
   const int size = a.v.head_size;
@@ -176,8 +213,10 @@ void store_out(const Arguments& a, const Unit& unit, const Sums& sums) {
     const int64_t row = unit.row + i, t = unit.segment->first + row / a.group;
     const int64_t place = t * a.heads * a.group + (int64_t)unit.head * a.group + row % a.group;
     float* values = sums.out + (int64_t)i * size;
-    const f32x16 total = all(sums.top[i] == NEVER ? 1.0f : sums.total[i]);
-    for (int at = 0; at < size; at += LANES) store(values + at, div(load(values + at), total));
+    float keep;
+    const f32x16 total = all(divisor_of(a, place % (a.heads * a.group), sums.top[i], sums.total[i], &keep));
+    const f32x16 kept = all(keep);
+    for (int at = 0; at < size; at += LANES) store(values + at, div(mul(load(values + at), kept), total));
     if (a.query_type == QUERY_F32) {
       memcpy(static_cast<float*>(a.out) + place * size, values, sizeof(float) * size);
     } else {
@@ -192,68 +231,98 @@ void store_out(const Arguments& a, const Unit& unit, const Sums& sums) {
   }
 }
 
-// One split's sums of a unit's rows; `totals` holds a vector of partial sums a row.
+// Where a thread works on a unit of some rows.
+struct Workspace {
+  float* query;   // [rows][K head size]
+  float* scores;  // [rows][BLOCK_KEYS], then weights
+  float* totals;  // [rows][LANES]: partial sums of the weights
+  float* rows;    // [BLOCK_KEYS][head size]: keys or values, unpacked
+  Sums split, all;
+};
+
+Workspace workspace_of(const Arguments& a, int num_rows, Scratch& scratch) {
+  const size_t rows = num_rows, sums = sums_floats(num_rows, a.v.head_size);
+  const size_t unpacked = (size_t)BLOCK_KEYS * (a.k.head_size > a.v.head_size ? a.k.head_size : a.v.head_size);
+  float* at = scratch.floats(rows * (a.k.head_size + BLOCK_KEYS + LANES) + unpacked + 2 * sums);
+  const auto take = [&](size_t count) {
+    float* const taken = at;
+    at += count;
+    return taken;
+  };
+  Workspace w;
+  w.query = take(rows * a.k.head_size);
+  w.scores = take(rows * BLOCK_KEYS);
+  w.totals = take(rows * LANES);
+  w.rows = take(unpacked);
+  w.split = sums_at(take(sums), num_rows);
+  w.all = sums_at(take(sums), num_rows);
+  return w;
+}
+
+// Unpacks keys [at, next) as far as they lie in [first, stop); false where none does.
+bool unpack_seen(const Arguments& a, const Unit& unit, const SideArguments& side, int64_t at, int64_t next,
+                 int64_t first, int64_t stop, int64_t last, float* rows) {
+  const int64_t begin = at > first ? at : first, end = next < stop ? next : stop;
+  if (begin >= end) return false;
+  const int64_t ahead = end + BLOCK_KEYS <= last ? BLOCK_KEYS : 0;
+  unpack_keys(side, a.records + unit.segment->at, a.record_rows, unit.head, begin, end, ahead,
+              rows + (begin - at) * side.head_size);
+  return true;
+}
+
+// One split's sums of a unit's rows.
 void attend_split(const Arguments& a, const Unit& unit, ScoreRows score_all, int64_t split, const View* views,
-                  const float* query, float* tile, float* scores, float* totals, const Sums& sums) {
-  const int64_t* records = a.records + unit.segment->at;
+                  const Workspace& w, const Sums& sums) {
   const int rows = unit.num_rows;
   const int64_t first = views[0].begin, last = views[rows - 1].end;  // of all rows: both only grow
   const int64_t split_end = (split + 1) * SPLIT_KEYS, stop = last < split_end ? last : split_end;
-  const auto each_tile = [&](int64_t block, const SideArguments& side, const auto& use) {
-    for (int64_t at = block; at < block + BLOCK_KEYS; at += TILE_KEYS) {
-      const int64_t begin = at > first ? at : first, end = at + TILE_KEYS < stop ? at + TILE_KEYS : stop;
-      if (begin >= end) continue;
-      const int64_t ahead = end + BLOCK_KEYS <= last ? BLOCK_KEYS : 0;
-      unpack_keys(side, records, a.record_rows, unit.head, begin, end, ahead, tile + (begin - at) * side.head_size);
-      use(at);
-    }
+  // Few rows wait for memory, which wants its requests spread; many find the keys in the first
+  // cache again, and their own sums less often in the second.
+  const int step = rows >= MANY_ROWS ? BLOCK_KEYS : TILE_KEYS;
+  const auto unpacked = [&](const SideArguments& side, int64_t at) {
+    return unpack_seen(a, unit, side, at, at + step, first, stop, last, w.rows);
   };
   clear(sums, rows, a.v.head_size);
-  memset(totals, 0, sizeof(float) * (size_t)rows * LANES);
+  memset(w.totals, 0, sizeof(float) * (size_t)rows * LANES);
   for (int64_t block = split * SPLIT_KEYS; block < stop; block += BLOCK_KEYS) {
     if (block + BLOCK_KEYS <= first) continue;
-    each_tile(block, a.k, [&](int64_t at) {
-      score_all(query, tile, a.k.head_size, rows, views, at, a.scale, scores + (at - block));
-    });
+    for (int64_t at = block; at < block + BLOCK_KEYS; at += step) {
+      if (!unpacked(a.k, at)) continue;
+      score_all(w.query, w.rows, a.k.head_size, rows, views, at, step, a.scale, w.scores + (at - block));
+    }
     for (int row = 0; row < rows; ++row) {
       if (!sees(views[row], block, BLOCK_KEYS)) continue;
-      softmax_row(scores + row * BLOCK_KEYS, views[row], block, a.cap, a.v.head_size, sums.top + row,
-                  totals + row * LANES, sums.out + (int64_t)row * a.v.head_size);
+      softmax_row(w.scores + row * BLOCK_KEYS, views[row], block, a.cap, a.v.head_size, sums.top + row,
+                  w.totals + row * LANES, sums.out + (int64_t)row * a.v.head_size);
     }
-    each_tile(block, a.v, [&](int64_t at) {
-      accumulate_rows(scores + (at - block), tile, a.v.head_size, rows, views, at, sums.out);
-    });
+    for (int64_t at = block; at < block + BLOCK_KEYS; at += step) {
+      if (!unpacked(a.v, at)) continue;
+      accumulate_rows(w.scores + (at - block), w.rows, a.v.head_size, rows, views, at, step, sums.out);
+    }
   }
-  for (int row = 0; row < rows; ++row) sums.total[row] = sum(load(totals + row * LANES));
+  for (int row = 0; row < rows; ++row) sums.total[row] = sum(load(w.totals + row * LANES));
 }
 
 void run_unit(const Arguments& a, const Unit& unit) {
   thread_local Scratch scratch;
   const int rows = unit.num_rows, k_size = a.k.head_size, v_size = a.v.head_size;
-  const size_t sums_size = sums_floats(MAX_ROWS, v_size);
-  float* tile = scratch.floats(TILE_ELEMENTS + (size_t)MAX_ROWS * (k_size + BLOCK_KEYS + LANES) + 2 * sums_size);
-  float* query = tile + TILE_ELEMENTS;
-  float* scores = query + (size_t)MAX_ROWS * k_size;
-  float* totals = scores + MAX_ROWS * BLOCK_KEYS;
-  const Sums split_sums = sums_at(totals + MAX_ROWS * LANES, MAX_ROWS);
-  const Sums all_sums = sums_at(totals + MAX_ROWS * LANES + sums_size, MAX_ROWS);
+  const Workspace w = workspace_of(a, rows, scratch);
   View views[MAX_ROWS];
   for (int i = 0; i < rows; ++i) views[i] = view_of(a, *unit.segment, (unit.row + i) / a.group);
-  load_query(a, unit, query);
+  load_query(a, unit, w.query);
   const ScoreRows score_all = score_rows_for(k_size);
   if (unit.partial != nullptr) {
-    attend_split(a, unit, score_all, unit.split, views, query, tile, scores, totals, sums_at(unit.partial, rows));
+    attend_split(a, unit, score_all, unit.split, views, w, sums_at(unit.partial, rows));
     return;
   }
-  clear(all_sums, rows, v_size);
+  clear(w.all, rows, v_size);
   for (int64_t split = unit.split; split < unit.split_end; ++split) {
-    attend_split(a, unit, score_all, split, views, query, tile, scores, totals, split_sums);
+    attend_split(a, unit, score_all, split, views, w, w.split);
     for (int row = 0; row < rows; ++row) {
-      merge_row(all_sums, row, split_sums.top[row], split_sums.total[row], split_sums.out + (int64_t)row * v_size,
-                v_size);
+      merge_row(w.all, row, w.split.top[row], w.split.total[row], w.split.out + (int64_t)row * v_size, v_size);
     }
   }
-  store_out(a, unit, all_sums);
+  store_out(a, unit, w.all);
 }
 
 // Merges the partial sums of all splits of a unit in order, and writes the output.
@@ -282,8 +351,7 @@ void splits_of(const Arguments& a, const Segment& s, int64_t row, int64_t row_en
 // over many keys have their splits run apart: all heads of a split, which lie in the same pages,
 // are near in time, and threads share a single sequence. Many rows keep the threads busy anyway.
 template <class Plan>
-void for_row_blocks(const Arguments& a, const Plan& plan) {
-  const int64_t most = rows_of_unit(a);
+void for_row_blocks(const Arguments& a, int64_t most, const Plan& plan) {
   for (int64_t i = 0; i < a.num_segments; ++i) {
     const Segment& s = a.segments[i];
     const int64_t rows = s.num_rows * a.group;
@@ -291,7 +359,7 @@ void for_row_blocks(const Arguments& a, const Plan& plan) {
       const int64_t end = row + most < rows ? row + most : rows;
       int64_t first, last;
       splits_of(a, s, row, end, &first, &last);
-      plan(s, row, (int)(end - row), first, last, rows <= most && last - first > 1);
+      plan(s, row, (int)(end - row), first, last, rows <= most && rows <= FEW_ROWS && last - first > 1);
     }
   }
 }
@@ -305,7 +373,8 @@ void attend(const Arguments& a) {
 
   int64_t num_units = 0, num_joins = 0;
   size_t floats = 0;
-  for_row_blocks(a, [&](const Segment&, int64_t, int rows, int64_t first, int64_t last, bool apart) {
+  const int most = rows_of_unit(a, threads);
+  for_row_blocks(a, most, [&](const Segment&, int64_t, int rows, int64_t first, int64_t last, bool apart) {
     num_units += a.heads * (apart ? last - first : 1);
     if (!apart) return;
     num_joins += a.heads;
@@ -318,7 +387,7 @@ void attend(const Arguments& a) {
   Unit* joins = units + num_units;
   Unit *unit = units, *join = joins;
   float* partial = memory + unit_floats;
-  for_row_blocks(a, [&](const Segment& s, int64_t row, int rows, int64_t first, int64_t last, bool apart) {
+  for_row_blocks(a, most, [&](const Segment& s, int64_t row, int rows, int64_t first, int64_t last, bool apart) {
     const size_t stride = sums_floats(rows, a.v.head_size);
     if (!apart) {
       for (int head = 0; head < a.heads; ++head) *unit++ = {&s, head, row, rows, first, last, nullptr};
@@ -352,7 +421,7 @@ void attend(const Arguments& a) {
 
 bool side_is_good(const SideArguments& side) {
   return side.format >= 0 && side.format < NUM_FORMATS && side.head_size > 0 && side.head_size <= MAX_HEAD &&
-         side.head_size % (side.format >= Q8_0 ? 32 : LANES) == 0;
+         side.head_size % (side.format >= Q8_0 && side.format <= Q4_0 ? 32 : LANES) == 0;
 }
 
 // Whether every byte that the arguments lead to lies inside what they describe.

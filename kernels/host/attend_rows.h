@@ -1,8 +1,8 @@
-// The arithmetic of attention rows over one block of keys and one tile at a time.
+// The arithmetic of attention rows over one block of keys.
 //
-//   score_rows       queries times the keys of a tile
+//   score_rows       queries times some keys
 //   softmax_row      a row's scores of a block into weights
-//   accumulate_rows  weights times the values of a tile
+//   accumulate_rows  weights times the values of some keys
 //   merge_row        sums of disjoint keys into one
 //
 // A row's operations and their order are the same whatever rows share the call.
@@ -55,6 +55,8 @@ MEMKV_INLINE void products(const float* query, const float* tile, int head_size,
 #pragma GCC unroll 16
     for (int key = 0; key < KEYS; ++key) sums[row][key] = all(0.0f);
   }
+  // Unrolled, the compiler keeps every query vector for the next keys, in memory.
+#pragma GCC unroll 1
   for (int at = 0; at < size; at += LANES) {
     f32x16 q[ROWS];
 #pragma GCC unroll 16
@@ -96,19 +98,22 @@ MEMKV_INLINE void score(const float* query, const float* tile, int head_size, fl
 
 bool sees(View view, int64_t begin, int keys) { return view.begin < begin + keys && view.end > begin; }
 
-// Scores of rows with the keys [tile_begin, tile_begin + 16) into scores[row * BLOCK_KEYS]. Where no
-// row of a few sees a key there is nothing written; a row that sees none may be given anything.
+// Scores of rows with keys [begin, begin + num_keys), whole tiles, into scores[row * BLOCK_KEYS].
+// Where no row of a few sees a key of a tile there is nothing written; a row that sees none may be
+// given anything.
 template <int SIZE>
-void score_rows(const float* query, const float* tile, int head_size, int num_rows, const View* views,
-                int64_t tile_begin, float scale, float* scores) {
+void score_rows(const float* query, const float* keys, int head_size, int num_rows, const View* views, int64_t begin,
+                int num_keys, float scale, float* scores) {
   const int size = SIZE ? SIZE : head_size;
   for (int row = 0; row < num_rows;) {
     const int left = num_rows - row, rows = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
-    bool any = false;
-    for (int i = row; i < row + rows; ++i) any |= sees(views[i], tile_begin, TILE_KEYS);
     const float* queries = query + (int64_t)row * size;
-    float* into = scores + row * BLOCK_KEYS;
-    if (any) {
+    for (int key = 0; key < num_keys; key += TILE_KEYS) {
+      bool any = false;
+      for (int i = row; i < row + rows; ++i) any |= sees(views[i], begin + key, TILE_KEYS);
+      if (!any) continue;
+      const float* tile = keys + key * size;
+      float* into = scores + row * BLOCK_KEYS + key;
       switch (rows) {
         case 4: score<SIZE, 4>(queries, tile, size, scale, into); break;
         case 3: score<SIZE, 3>(queries, tile, size, scale, into); break;
@@ -134,8 +139,8 @@ ScoreRows score_rows_for(int head_size) {
   }
 }
 
-int clamp_to_tile(int64_t key, int64_t tile_begin, int width) {
-  const int64_t place = key - tile_begin;
+int clamp_to(int64_t key, int64_t begin, int width) {
+  const int64_t place = key - begin;
   return place < 0 ? 0 : place > width ? width : (int)place;
 }
 
@@ -143,11 +148,11 @@ int clamp_to_tile(int64_t key, int64_t tile_begin, int width) {
 void softmax_row(float* scores, View view, int64_t block_begin, float cap, int head_size, float* top, float* totals,
                  float* out) {
   const f32x16 never = all(NEVER);
-  const int begin = clamp_to_tile(view.begin, block_begin, BLOCK_KEYS);
-  const int end = clamp_to_tile(view.end, block_begin, BLOCK_KEYS);
+  const int begin = clamp_to(view.begin, block_begin, BLOCK_KEYS);
+  const int end = clamp_to(view.end, block_begin, BLOCK_KEYS);
   f32x16 x[BLOCK_KEYS / LANES];
   for (int i = 0; i < BLOCK_KEYS / LANES; ++i) {
-    const int low = clamp_to_tile(begin, i * LANES, LANES), high = clamp_to_tile(end, i * LANES, LANES);
+    const int low = clamp_to(begin, i * LANES, LANES), high = clamp_to(end, i * LANES, LANES);
     if (low >= high) {
       x[i] = never;
       continue;
@@ -212,10 +217,11 @@ void accumulate_few(const float* weights, const float* tile, int size, int begin
   for (; at < size; at += LANES) accumulate<ROWS, 1>(weights, tile + at, size, begin, end, out + at);
 }
 
-void accumulate_rows(const float* weights, const float* tile, int size, int num_rows, const View* views,
-                     int64_t tile_begin, float* out) {
-  const auto begin_of = [&](int row) { return clamp_to_tile(views[row].begin, tile_begin, TILE_KEYS); };
-  const auto end_of = [&](int row) { return clamp_to_tile(views[row].end, tile_begin, TILE_KEYS); };
+// Adds the weighted values of keys [first, first + num_keys) to the rows that see them.
+void accumulate_rows(const float* weights, const float* values, int size, int num_rows, const View* views,
+                     int64_t first, int num_keys, float* out) {
+  const auto begin_of = [&](int row) { return clamp_to(views[row].begin, first, num_keys); };
+  const auto end_of = [&](int row) { return clamp_to(views[row].end, first, num_keys); };
   for (int row = 0; row < num_rows;) {
     const int begin = begin_of(row), end = end_of(row);
     int rows = 1;
@@ -226,10 +232,10 @@ void accumulate_rows(const float* weights, const float* tile, int size, int num_
       const float* from = weights + row * BLOCK_KEYS;
       float* into = out + (int64_t)row * size;
       switch (rows) {
-        case 4: accumulate_few<4>(from, tile, size, begin, end, into); break;
-        case 3: accumulate_few<3>(from, tile, size, begin, end, into); break;
-        case 2: accumulate_few<2>(from, tile, size, begin, end, into); break;
-        default: accumulate_few<1>(from, tile, size, begin, end, into);
+        case 4: accumulate_few<4>(from, values, size, begin, end, into); break;
+        case 3: accumulate_few<3>(from, values, size, begin, end, into); break;
+        case 2: accumulate_few<2>(from, values, size, begin, end, into); break;
+        default: accumulate_few<1>(from, values, size, begin, end, into);
       }
     }
     row += rows;

@@ -12,8 +12,9 @@ import torch
 
 from memkv_pp.bench.rows import Row, higher_is_better, interleaved_medians, lower_is_better
 from memkv_pp.cache import host_attention, host_kernels
+from memkv_pp.cache.attention import SegmentTable, segment_table
 from memkv_pp.cache.codec import encode
-from memkv_pp.cache.host_attention import HostAttention, SegmentTable, segment_table
+from memkv_pp.cache.host_attention import HostAttention
 from memkv_pp.cache.ops import LayerView, SideView
 from memkv_pp.clock import SystemClock
 from memkv_pp.errors import ConfigError, InternalError

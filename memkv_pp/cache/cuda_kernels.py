@@ -20,6 +20,7 @@ from memkv_pp.cache.cuda_launch import (
     CODEC,
     COPY,
     ROTATE,
+    Argument,
     Launcher,
     PackedSide,
     append_kernel,
@@ -27,23 +28,28 @@ from memkv_pp.cache.cuda_launch import (
     check,
     check_ids,
     check_side,
+    exponents_kernel,
     gather_kernel,
     merge_kernel,
     queries_held,
-    roll_conv_kernel,
     rotate_kernel,
 )
+from memkv_pp.cache.rotation import sign_rows
 from memkv_pp.errors import ConfigError, FormatError
+from memkv_pp.formats import Family
 from memkv_pp.packing import fp8_reciprocal
-from memkv_pp.units import ceil_div
+from memkv_pp.rotation import rotation_norm
+from memkv_pp.units import MIB, ceil_div
 
 SPLIT_ROWS = 512
+PARTIAL_BYTES = 64 * MIB
 MAX_HEAD_SIZE = 512
 
 _THREADS = 128
 _TILE = 32
 _CODEC_ELEMENTS = 4096
 _SHARES = 16  # blocks that share a copied unit, at most
+_NULL = np.uint64(0)
 
 
 class CudaKernels:
@@ -58,7 +64,9 @@ class CudaKernels:
         """Pack each row into its (record, row); a negative record writes nothing.
 
         Pairs are distinct. The bytes are those of ``packing.pack_group``; NaN becomes its one NaN
-        even where rows are in the format's own dtype.
+        even where rows are in the format's own dtype. Rows of a rotated format are rotated on the
+        way. Row 0 of a record sets the exponents of an ``e`` format, so it comes before the others,
+        or with them.
         """
         num_rows, heads, head_size = values_THD.shape
         record_bytes, record_rows = check_side(side, heads)
@@ -67,6 +75,25 @@ class CudaKernels:
         if not values_THD.numel():
             return
         fmt = side.format
+        fmt.check_head_size(head_size)
+        values_THD = values_THD.contiguous()
+        first, second, norm = _NULL, _NULL, 1.0
+        if fmt.rotated:
+            first, second = sign_rows(head_size, values_THD.device)
+            norm = rotation_norm(head_size)
+        if fmt.exponent:
+            self._launcher.launch(
+                CODEC,
+                exponents_kernel(fmt, values_THD.dtype),
+                (ceil_div(num_rows * heads * 32, _THREADS), 1, 1),
+                _THREADS,
+                0,
+                (
+                    values_THD, records_T, rows_T, first, second, side.exponents,
+                    np.int64(record_bytes), np.int64(num_rows), np.int32(heads),
+                    np.int32(head_size), np.float32(norm),
+                ),
+            )  # fmt: skip
         groups = _CODEC_ELEMENTS // fmt.group
         self._launcher.launch(
             CODEC,
@@ -75,15 +102,15 @@ class CudaKernels:
             _THREADS,
             groups * ((fmt.group | 1) * 4 + fmt.group_bytes),
             (
-                values_THD.contiguous(), records_T, rows_T, side.codes, side.scales,
-                np.int64(record_bytes), np.int64(num_rows), np.int32(heads),
-                np.int32(record_rows), np.int32(head_size),
-                np.float32(fp8_reciprocal(side.scale)),
+                values_THD, records_T, rows_T, first, second, side.codes, side.scales,
+                _exponents(side), np.int64(record_bytes), np.int64(num_rows), np.int32(heads),
+                np.int32(record_rows), np.int32(head_size), np.float32(norm),
+                np.float32(_encoding_factor(side)),
             ),
         )  # fmt: skip
 
     def gather(self, side: PackedSide, records_N: Tensor, dtype: torch.dtype) -> Tensor:
-        """All rows of the records, unpacked in order: [H, N * B, D] in ``dtype``.
+        """All rows of the records, unpacked in order: [H, N * B, D] in ``dtype``, rotated as stored.
 
         Rows of a negative record, and rows that were never written, come out as anything.
         """
@@ -102,9 +129,9 @@ class CudaKernels:
             _THREADS,
             _CODEC_ELEMENTS // fmt.group * (fmt.group | 1) * 4,
             (
-                side.codes, side.scales, np.int64(record_bytes), records_N, np.int64(num_records),
-                out, np.int32(heads), np.int32(record_rows), np.int32(side.head_size),
-                np.float32(side.scale),
+                side.codes, side.scales, _exponents(side), np.int64(record_bytes), records_N,
+                np.int64(num_records), out, np.int32(heads), np.int32(record_rows), np.int32(side.head_size),
+                np.float32(_decoding_factor(side)),
             ),
         )  # fmt: skip
         return out
@@ -120,16 +147,25 @@ class CudaKernels:
         max_rows: int,
         max_length: int,
         scale: float,
+        window: int = 0,
+        cap: float = 0.0,
+        sinks_Q: Tensor | None = None,
         split_rows: int = SPLIT_ROWS,
+        partial_bytes: int = PARTIAL_BYTES,
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention of a few new rows of each sequence over all of its cached rows.
+        """Causal attention of the new rows of each sequence over all of its cached rows.
 
         ``query_THD`` [T, H * G, D]. ``segments`` int64 [S, 4]: a sequence's first row in the query,
         its number of rows, its cached rows (the new ones among them), and where its records begin
-        in ``records``; ``max_rows`` and ``max_length`` bound the second and third. Returns
-        [T, H * G, D of V] in the query's dtype and the natural log-sum-exp, f32 [T, H * G]; a row
-        of no sequence, or that sees no key, is 0 with minus infinity. Sums are f32, over splits of
-        ``split_rows`` keys whatever the company. ConfigError for a head size beyond 512.
+        in ``records``; ``max_rows`` and ``max_length`` bound the second and third. Scores are
+        ``cap * tanh(q . k * scale / cap)``, without the cap where it is 0. ``window``: a row sees so
+        many keys, itself among them; 0 is all. ``sinks_Q``, f32 [H * G]: a further score of each
+        query head, without a value. Queries and outputs are rotated as K and V are stored.
+
+        Returns [T, H * G, D of V] in the query's dtype and the natural log-sum-exp of the keys'
+        scores, f32 [T, H * G]; a row of no sequence, or that sees no key, is 0 with minus infinity.
+        Sums are f32, over splits of ``split_rows`` keys whatever the company; their partial sums
+        take at most ``partial_bytes``, or those of one row. ConfigError for a head size beyond 512.
         """
         heads = key.codes.shape[1]
         num_rows, query_heads, head_size = query_THD.shape
@@ -139,49 +175,61 @@ class CudaKernels:
         check(head_size == key.head_size, f"queries of {head_size}, keys of {key.head_size}")
         check(query_heads % heads == 0, f"{query_heads} query heads over {heads} KV heads")
         check(split_rows > 0, f"split_rows {split_rows} is not positive")
+        check(window >= 0 and cap >= 0, f"a window of {window}, a cap of {cap}")
         check_ids(len(records), records)
         whole = segments.dtype == torch.int64 and segments.is_contiguous()
         check(whole and segments.shape[1:] == (4,), "segments are no int64 [S, 4]")
+        if sinks_Q is not None:
+            whole = sinks_Q.dtype == torch.float32 and sinks_Q.is_contiguous()
+            check(whole and sinks_Q.shape == (query_heads,), "sinks are no f32 of each query head")
         largest = max(head_size, value.head_size)
         if largest > MAX_HEAD_SIZE:
             raise ConfigError(
                 f"head size {largest} is beyond {MAX_HEAD_SIZE}, what packed attention holds",
                 "gather the rows and use the framework's attention for this layer",
             )
-        group = query_heads // heads
-        vectors = max(max_rows, 1) * group
-        queries = queries_held(vectors)
         splits = max(ceil_div(max_length, split_rows), 1)
         check(splits < 1 << 16, f"{splits} splits of {split_rows} rows are beyond a launch")
-        shape = (splits, num_rows, query_heads)
-        partial = query_THD.new_empty((*shape, value.head_size), dtype=torch.float32)
-        partial_lse = query_THD.new_full(shape, -math.inf, dtype=torch.float32)
+        query_THD = query_THD.contiguous()
         out = query_THD.new_empty((num_rows, query_heads, value.head_size))
         lse = query_THD.new_empty((num_rows, query_heads), dtype=torch.float32)
-        if len(segments) and num_rows:
-            self._launcher.launch(
-                ATTEND,
-                attend_kernel(key.format, value.format, query_THD.dtype, vectors),
-                (len(segments), heads * ceil_div(vectors, queries), splits),
-                _THREADS,
-                4 * (queries * (head_size + _TILE + 2) + _TILE * (largest | 1)),
-                (
-                    query_THD.contiguous(), key.codes, key.scales, value.codes, value.scales,
-                    records, segments, partial, partial_lse, np.int64(record_bytes),
-                    np.int64(num_rows), np.int32(heads), np.int32(group), np.int32(record_rows),
-                    np.int32(head_size), np.int32(value.head_size), np.int32(split_rows),
-                    np.float32(scale), np.float32(key.scale), np.float32(value.scale),
-                ),
-            )  # fmt: skip
-        if num_rows:
+        group, row_bytes = query_heads // heads, 4 * splits * query_heads * value.head_size
+        taken = max(partial_bytes // row_bytes, 1)
+        vectors = max(max_rows, 1) * group
+        queries = queries_held(vectors)
+        chunks = ceil_div(max(min(max_rows, taken), 1) * group, queries)
+        for first in range(0, num_rows, taken):
+            rows = min(taken, num_rows - first)
+            shape = (splits, rows, query_heads)
+            partial = query_THD.new_empty((*shape, value.head_size), dtype=torch.float32)
+            partial_lse = query_THD.new_full(shape, -math.inf, dtype=torch.float32)
+            if len(segments):
+                self._launcher.launch(
+                    ATTEND,
+                    attend_kernel(key.format, value.format, query_THD.dtype, vectors),
+                    (len(segments), heads * chunks, splits),
+                    _THREADS,
+                    4 * (queries * (head_size + _TILE + 2) + _TILE * (largest | 1)),
+                    (
+                        query_THD, key.codes, key.scales, _exponents(key), value.codes,
+                        value.scales, _exponents(value), records, segments, partial, partial_lse,
+                        np.int64(record_bytes), np.int64(first), np.int64(rows), np.int64(window),
+                        np.int32(heads), np.int32(group), np.int32(record_rows),
+                        np.int32(head_size), np.int32(value.head_size), np.int32(split_rows),
+                        np.float32(scale), np.float32(cap), np.float32(_decoding_factor(key)),
+                        np.float32(_decoding_factor(value)),
+                    ),
+                )  # fmt: skip
+            held = slice(first, first + rows)
             self._launcher.launch(
                 ATTEND,
                 merge_kernel(query_THD.dtype),
-                (num_rows * query_heads, 1, 1),
+                (rows * query_heads, 1, 1),
                 _THREADS,
                 0,
                 (
-                    partial, partial_lse, out, lse, np.int64(num_rows * query_heads),
+                    partial, partial_lse, _NULL if sinks_Q is None else sinks_Q, out[held],
+                    lse[held], np.int64(rows * query_heads), np.int32(query_heads),
                     np.int32(value.head_size), np.int32(splits),
                 ),
             )  # fmt: skip
@@ -210,7 +258,7 @@ class CudaKernels:
                 0,
                 (
                     values.contiguous(), first, second, out, np.int64(num_rows),
-                    np.float32(1 / math.sqrt(size)),
+                    np.float32(rotation_norm(size)),
                 ),
             )  # fmt: skip
         return out
@@ -263,42 +311,17 @@ class CudaKernels:
                 ),
             )  # fmt: skip
 
-    def roll_conv(
-        self,
-        states: Tensor,
-        slots: Tensor,
-        spans: Tensor,
-        values_TC: Tensor,
-        *,
-        slot_bytes: int,
-        offset: int,
-        taps: int,
-    ) -> None:
-        """Append each sequence's new rows to its convolution state and keep the last ``taps``.
 
-        The state is f32 [channels, taps] at byte ``offset`` of slot ``slots[s]`` (distinct; a
-        negative one is skipped); ``spans`` int64 [S, 2] is its first row in ``values_TC`` and their
-        number.
-        """
-        channels = values_TC.shape[1]
-        check(slot_bytes % 4 == offset % 4 == 0, f"offset {offset} of {slot_bytes} is no f32's")
-        fits = 0 <= offset <= slot_bytes - 4 * channels * taps
-        check(fits, f"a state of {channels} x {taps} leaves the slot of {slot_bytes} bytes")
-        check_ids(len(slots), slots)
-        whole = spans.dtype == torch.int64 and spans.is_contiguous()
-        check(whole and spans.shape == (len(slots), 2), "spans are no int64 [S, 2]")
-        if len(slots) and channels and taps:
-            self._launcher.launch(
-                COPY,
-                roll_conv_kernel(values_TC.dtype),
-                (len(slots), ceil_div(channels, _THREADS), 1),
-                _THREADS,
-                0,
-                (
-                    states, slots, spans, values_TC.contiguous(), np.int64(slot_bytes),
-                    np.int64(offset), np.int32(channels), np.int32(taps),
-                ),
-            )  # fmt: skip
+def _exponents(side: PackedSide) -> Argument:
+    return side.exponents if side.format.exponent else _NULL
+
+
+def _encoding_factor(side: PackedSide) -> float:
+    return fp8_reciprocal(side.scale) if side.format.family is Family.SCALED else 1.0
+
+
+def _decoding_factor(side: PackedSide) -> float:
+    return side.scale if side.format.family is Family.SCALED else 1.0
 
 
 def _shares(items: int) -> int:

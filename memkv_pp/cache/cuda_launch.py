@@ -8,14 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memkv_pp.errors import ConfigError, FormatError, InternalError
+from memkv_pp.errors import ConfigError, InternalError
 from memkv_pp.formats import Format
 
-# The places of the names are the ids of `Format` in kernels/codec/blocks.h.
-CUDA_FORMATS = ("f32", "f16", "bf16", "fp8", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+# The places of the names are the ids of `Format` in kernels/codec/blocks.h. A format with the suffix
+# e has the kernels of the one without it.
+CUDA_FORMATS = (
+    *("f32", "f16", "bf16", "fp8", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"),
+    *("nvfp4", "turbo8", "turbo4", "turbo3", "turbo2"),
+)
 CODEC, ATTEND, COPY, ROTATE = "codec", "attend", "copy", "rotate"
 
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+CUDA_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _QUERIES = (1, 2, 4, 8)
 
 Argument = Tensor | np.generic
@@ -42,29 +46,38 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedSide:
-    """K or V of one layer in every record; ``scale`` is fp8's."""
+    """K or V of one layer in every record; ``scale`` is fp8's.
+
+    ``exponents`` is uint8 [N, H, 1, 1], or [N, H, 1, 0] for a format without them.
+    """
 
     format: Format
     head_size: int
     codes: Tensor
     scales: Tensor
+    exponents: Tensor
     scale: float = 1.0
 
 
 def append_kernel(fmt: Format, dtype: torch.dtype) -> str:
     """The kernel that packs rows of ``dtype`` into ``fmt``."""
-    return f"append<{_format_id(fmt)}, {_dtype_id(dtype)}>"
+    return f"append<{_format_id(fmt)}, {dtype_id(dtype)}>"
+
+
+def exponents_kernel(fmt: Format, dtype: torch.dtype) -> str:
+    """The kernel that sets the exponents of records for rows of ``dtype``."""
+    return f"set_exponents<{_format_id(fmt)}, {dtype_id(dtype)}>"
 
 
 def gather_kernel(fmt: Format, dtype: torch.dtype) -> str:
     """The kernel that unpacks rows of ``fmt`` into ``dtype``."""
-    return f"gather<{_format_id(fmt)}, {_dtype_id(dtype)}>"
+    return f"gather<{_format_id(fmt)}, {dtype_id(dtype)}>"
 
 
 def attend_kernel(key: Format, value: Format, dtype: torch.dtype, query_vectors: int) -> str:
     """The kernel that attends over ``key`` and ``value`` rows, for so many vectors per KV head."""
     queries = queries_held(query_vectors)
-    return f"attend<{_format_id(key)}, {_format_id(value)}, {_dtype_id(dtype)}, {queries}>"
+    return f"attend<{_format_id(key)}, {_format_id(value)}, {dtype_id(dtype)}, {queries}>"
 
 
 def queries_held(query_vectors: int) -> int:
@@ -74,33 +87,25 @@ def queries_held(query_vectors: int) -> int:
 
 def merge_kernel(dtype: torch.dtype) -> str:
     """The kernel that joins the splits of ``attend``."""
-    return f"merge<{_dtype_id(dtype)}>"
+    return f"merge<{dtype_id(dtype)}>"
 
 
 def rotate_kernel(dtype: torch.dtype, size: int) -> str:
     """The kernel that rotates rows of ``size`` elements."""
-    return f"rotate<{_dtype_id(dtype)}, {size}>"
-
-
-def roll_conv_kernel(dtype: torch.dtype) -> str:
-    """The kernel that shifts convolution states by rows of ``dtype``."""
-    return f"roll_conv<{_dtype_id(dtype)}>"
+    return f"rotate<{dtype_id(dtype)}, {size}>"
 
 
 def _format_id(fmt: Format) -> int:
-    if fmt.name not in CUDA_FORMATS:
-        raise FormatError(
-            f"--kv: {fmt.name} has no CUDA kernel", f"those that have: {', '.join(CUDA_FORMATS)}"
-        )
-    return CUDA_FORMATS.index(fmt.name)
+    return CUDA_FORMATS.index(fmt.name.removesuffix("e"))
 
 
-def _dtype_id(dtype: torch.dtype) -> int:
-    if dtype not in _DTYPES:
+def dtype_id(dtype: torch.dtype) -> int:
+    """The number of a row dtype in the kernels; ConfigError for one they do not have."""
+    if dtype not in CUDA_DTYPES:
         raise ConfigError(
             f"rows of {dtype} have no CUDA kernel", "use float32, float16 or bfloat16"
         )
-    return _DTYPES[dtype]
+    return CUDA_DTYPES[dtype]
 
 
 def check(holds: bool, message: str) -> None:
@@ -124,8 +129,16 @@ def check_side(side: PackedSide, heads: int) -> tuple[int, int]:
     scale_bytes = side.format.scale_row_bytes(side.head_size)
     check(scales.shape == (*codes.shape[:3], scale_bytes), "scales do not fit the format")
     check(codes.dtype == scales.dtype == torch.uint8, "codes and scales are no bytes")
+    check(
+        side.exponents.shape == (*codes.shape[:2], 1, 1 if side.format.exponent else 0)
+        and side.exponents.dtype == torch.uint8,
+        "exponents do not fit the format",
+    )
     for part, size in ((codes, row_bytes), (scales, scale_bytes)):
         steps = (codes.stride(0), codes.shape[2] * size, size, 1)
         check(not size or part.stride() == steps, "a part is not laid [head][row] in records")
         check(not size or part.data_ptr() % 4 == 0, "a part is not aligned")
+    if side.format.exponent:
+        laid = side.exponents.stride(0) == codes.stride(0) and side.exponents.stride(1) == 1
+        check(laid, "exponents are not laid [head] in records")
     return codes.stride(0), codes.shape[2]

@@ -1,13 +1,15 @@
 """The CUDA kernels as torch operators, compiled by CuPy's NVRTC at their first use.
 
 Every operator runs on the device and the current torch stream of its tensors. What each does, and
-the shapes, are those of ``cuda_kernels.CudaKernels``. A side is passed as its format's name, its
-codes and scales, and fp8's scale.
+the shapes, are those of ``cuda_kernels.CudaKernels``. A side is passed as its codes, scales and
+exponents, its format's name, and fp8's scale.
 """
 
 import importlib
-from collections.abc import Sequence
-from functools import cache
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -71,16 +73,57 @@ class CupyLauncher:
         return self._functions[key]
 
 
-@cache
-def cuda_kernels() -> CudaKernels:
-    """The kernels of this process's devices; ConfigError without CuPy."""
-    return CudaKernels(CupyLauncher())
+_lock = threading.Lock()
+_serving: dict[str, CudaKernels] = {}
+_tried = False
 
 
-@torch.library.custom_op("memkv::append", mutates_args=("codes", "scales"))
+def load() -> CudaKernels | None:
+    """The kernels of this process's CUDA devices; None, after one warning, without CuPy."""
+    global _tried
+    with _lock:
+        if not _tried:
+            _tried = True
+            try:
+                _serving["cuda"] = CudaKernels(CupyLauncher())
+            except ConfigError as error:
+                warnings.warn(
+                    f"CUDA kernels are not used: {error}; torch code serves, slower",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return _serving.get("cuda")
+
+
+def loaded(device: torch.device) -> CudaKernels | None:
+    """The kernels that serve tensors on ``device``, if ``load`` found them before."""
+    return _serving.get(device.type)
+
+
+@contextmanager
+def serving(device_type: str, kernels: CudaKernels) -> Iterator[None]:
+    """Meanwhile ``kernels`` serve tensors of ``device_type``: on the CPU, those of the emulation."""
+    before = dict(_serving)
+    _serving[device_type] = kernels
+    try:
+        yield
+    finally:
+        _serving.clear()
+        _serving.update(before)
+
+
+def _of(tensor: Tensor) -> CudaKernels:
+    kernels = loaded(tensor.device)
+    if kernels is None:
+        raise InternalError(f"a CUDA operator was given tensors on {tensor.device} before load()")
+    return kernels
+
+
+@torch.library.custom_op("memkv::append", mutates_args=("codes", "scales", "exponents"))
 def append(
     codes: Tensor,
     scales: Tensor,
+    exponents: Tensor,
     format_name: str,
     scale: float,
     values: Tensor,
@@ -88,14 +131,15 @@ def append(
     rows: Tensor,
 ) -> None:
     """Pack rows [T, H, D] into (record, row) pairs."""
-    side = _side(format_name, values.shape[-1], codes, scales, scale)
-    cuda_kernels().append(side, values, records, rows)
+    side = _side(format_name, values.shape[-1], codes, scales, exponents, scale)
+    _of(codes).append(side, values, records, rows)
 
 
 @torch.library.custom_op("memkv::gather", mutates_args=())
 def gather(
     codes: Tensor,
     scales: Tensor,
+    exponents: Tensor,
     format_name: str,
     scale: float,
     head_size: int,
@@ -103,8 +147,8 @@ def gather(
     dtype: torch.dtype,
 ) -> Tensor:
     """All rows of the records, unpacked: [H, N * B, D]."""
-    side = _side(format_name, head_size, codes, scales, scale)
-    return cuda_kernels().gather(side, records, dtype)
+    side = _side(format_name, head_size, codes, scales, exponents, scale)
+    return _of(codes).gather(side, records, dtype)
 
 
 @torch.library.custom_op("memkv::attend", mutates_args=())
@@ -112,10 +156,12 @@ def attend(
     query: Tensor,
     key_codes: Tensor,
     key_scales: Tensor,
+    key_exponents: Tensor,
     key_format: str,
     key_scale: float,
     value_codes: Tensor,
     value_scales: Tensor,
+    value_exponents: Tensor,
     value_format: str,
     value_scale: float,
     value_size: int,
@@ -124,18 +170,24 @@ def attend(
     max_rows: int,
     max_length: int,
     scale: float,
+    window: int,
+    cap: float,
+    sinks: Tensor | None,
     split_rows: int,
 ) -> tuple[Tensor, Tensor]:
     """Attention over packed rows: [T, H * G, D of V] and the log-sum-exp [T, H * G]."""
-    return cuda_kernels().attend(
+    return _of(query).attend(
         query,
-        _side(key_format, query.shape[-1], key_codes, key_scales, key_scale),
-        _side(value_format, value_size, value_codes, value_scales, value_scale),
+        _side(key_format, query.shape[-1], key_codes, key_scales, key_exponents, key_scale),
+        _side(value_format, value_size, value_codes, value_scales, value_exponents, value_scale),
         records,
         segments,
         max_rows=max_rows,
         max_length=max_length,
         scale=scale,
+        window=window,
+        cap=cap,
+        sinks_Q=sinks,
         split_rows=split_rows,
     )
 
@@ -143,7 +195,7 @@ def attend(
 @torch.library.custom_op("memkv::rotate", mutates_args=())
 def rotate(values: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Rows [..., D] rotated; rotated back with the signs swapped."""
-    return cuda_kernels().rotate(values, first, second)
+    return _of(values).rotate(values, first, second)
 
 
 @torch.library.custom_op("memkv::copy_records", mutates_args=("target",))
@@ -151,7 +203,7 @@ def copy_records(
     target: Tensor, source: Tensor, into: Tensor, out_of: Tensor, record_bytes: int
 ) -> None:
     """Copy whole records."""
-    cuda_kernels().copy_records(target, source, into, out_of, record_bytes)
+    _of(target).copy_records(target, source, into, out_of, record_bytes)
 
 
 @torch.library.custom_op("memkv::copy_state", mutates_args=("target",))
@@ -165,7 +217,7 @@ def copy_state(
     num_elements: int,
 ) -> None:
     """Copy one layer's states from slot to slot."""
-    cuda_kernels().copy_state(
+    _of(target).copy_state(
         target,
         source,
         into,
@@ -176,26 +228,11 @@ def copy_state(
     )
 
 
-@torch.library.custom_op("memkv::roll_conv", mutates_args=("states",))
-def roll_conv(
-    states: Tensor,
-    slots: Tensor,
-    spans: Tensor,
-    values: Tensor,
-    slot_bytes: int,
-    offset: int,
-    taps: int,
-) -> None:
-    """Shift convolution states by new rows."""
-    cuda_kernels().roll_conv(
-        states, slots, spans, values, slot_bytes=slot_bytes, offset=offset, taps=taps
-    )
-
-
 @gather.register_fake
 def _(
     codes: Tensor,
     scales: Tensor,
+    exponents: Tensor,
     format_name: str,
     scale: float,
     head_size: int,
@@ -211,10 +248,12 @@ def _(
     query: Tensor,
     key_codes: Tensor,
     key_scales: Tensor,
+    key_exponents: Tensor,
     key_format: str,
     key_scale: float,
     value_codes: Tensor,
     value_scales: Tensor,
+    value_exponents: Tensor,
     value_format: str,
     value_scale: float,
     value_size: int,
@@ -223,6 +262,9 @@ def _(
     max_rows: int,
     max_length: int,
     scale: float,
+    window: int,
+    cap: float,
+    sinks: Tensor | None,
     split_rows: int,
 ) -> tuple[Tensor, Tensor]:
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
@@ -234,7 +276,14 @@ def _(values: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return torch.empty_like(values, memory_format=torch.contiguous_format)
 
 
-def _side(name: str, head_size: int, codes: Tensor, scales: Tensor, scale: float) -> PackedSide:
+def _side(
+    name: str, head_size: int, codes: Tensor, scales: Tensor, exponents: Tensor, scale: float
+) -> PackedSide:
     return PackedSide(
-        format=parse_format(name), head_size=head_size, codes=codes, scales=scales, scale=scale
+        format=parse_format(name),
+        head_size=head_size,
+        codes=codes,
+        scales=scales,
+        exponents=exponents,
+        scale=scale,
     )

@@ -9,18 +9,16 @@ D head size of K, E head size of V.
 """
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from memkv_pp.cache import host_kernels
+from memkv_pp.cache.attention import SegmentTable
 from memkv_pp.cache.host_codec import FORMAT_IDS, TYPE_IDS
 from memkv_pp.cache.ops import SideView
 from memkv_pp.errors import InternalError
 from memkv_pp.packing import fp8_reciprocal
 from memkv_pp.small_floats import to_f32
-from memkv_pp.units import ceil_div
 
 MAX_HEAD_SIZE = 512
 _LANES = 16
@@ -31,8 +29,10 @@ class _Side(ctypes.Structure):
     _fields_ = (
         ("codes", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("exponents", ctypes.c_void_p),
         ("code_record_stride", ctypes.c_int64),
         ("scale_record_stride", ctypes.c_int64),
+        ("exponent_record_stride", ctypes.c_int64),
         ("code_row_bytes", ctypes.c_int32),
         ("scale_row_bytes", ctypes.c_int32),
         ("format", ctypes.c_int32),
@@ -47,6 +47,7 @@ class _Arguments(ctypes.Structure):
         ("query", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("log_sum_exp", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         ("segments", ctypes.c_void_p),
         ("records", ctypes.c_void_p),
         ("num_segments", ctypes.c_int64),
@@ -69,46 +70,6 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def serves(side: SideView) -> bool:
-    """Whether the kernel reads this side: on the CPU, not rotated, heads in whole vectors."""
-    size = side.head_size
-    return (
-        side.codes.device.type == "cpu"
-        and side.format.name in FORMAT_IDS
-        and size % _LANES == 0
-        and 0 < size <= MAX_HEAD_SIZE
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentTable:
-    """Whose rows attend to which records, for all layers of a step.
-
-    ``segments``: int64 [S, 4] of (first row, rows, length, place of its first record in
-    ``records``); the rows are the last of ``length`` rows. ``num_rows`` sums the rows up.
-    """
-
-    segments: torch.Tensor
-    records: torch.Tensor
-    num_rows: int
-
-
-def segment_table(
-    entries: Sequence[tuple[int, int, int, torch.Tensor]], record_rows: int
-) -> SegmentTable:
-    """A table of (first row, rows, length, int64 records in order); rows do not overlap."""
-    rows: list[tuple[int, int, int, int]] = []
-    records = [torch.empty(0, dtype=torch.int64)]
-    at = 0
-    for first, num_rows, length, held in entries:
-        used = held[: ceil_div(length, record_rows)]
-        rows.append((first, num_rows, length, at))
-        records.append(used)
-        at += len(used)
-    segments = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 4)
-    return SegmentTable(segments, torch.cat(records), sum(row[1] for row in rows))
-
-
 class HostAttention:
     """The kernel in a loaded library; safe to call from any number of threads."""
 
@@ -116,6 +77,16 @@ class HostAttention:
         self._attend = library.memkv_attend
         self._attend.argtypes = (ctypes.POINTER(_Arguments),)
         self._attend.restype = ctypes.c_int
+
+    def serves(self, side: SideView) -> bool:
+        """Whether the kernel reads this side: on the CPU, heads in whole vectors."""
+        size = side.head_size
+        return (
+            side.codes.device.type == "cpu"
+            and side.format.name in FORMAT_IDS
+            and size % _LANES == 0
+            and 0 < size <= MAX_HEAD_SIZE
+        )
 
     def attend(
         self,
@@ -128,19 +99,10 @@ class HostAttention:
         threads: int,
         window: int = 0,
         cap: float = 0.0,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        sinks_Q: torch.Tensor | None = None,
         log_sum_exp_TQ: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention of each segment's rows over its records: [T, Q, E], the query's dtype.
-
-        ``query_TQD``: f32, bf16 or f16, Q a multiple of H. Scores are
-        ``cap * tanh(q . k * scale / cap)``, without the cap where it is 0. ``window``: a row sees
-        so many keys, itself among them; 0 is all. ``k_scale`` and ``v_scale`` are fp8's. Rows of no
-        segment come out as zeros. ``log_sum_exp_TQ``, f32, is filled for the rows of segments: the
-        logarithm of the summed exponentials of the scores. InternalError for what the kernel does
-        not serve, or for records outside the arena.
-        """
+        """As ``PackedAttention.attend`` says; InternalError also for records outside the arena."""
         if query_TQD.stride(-1) != 1:
             query_TQD = query_TQD.contiguous()
         num_rows, query_heads, _ = query_TQD.shape
@@ -154,6 +116,7 @@ class HostAttention:
             and query_TQD.shape[2] == k.head_size
             and v.codes.shape[:3] == k.codes.shape[:3]
             and (log_sum_exp_TQ is None or _is_f32(log_sum_exp_TQ, shape[:2]))
+            and (sinks_Q is None or _is_f32(sinks_Q, shape[1:2]))
         )
         status = -1
         if good:
@@ -161,6 +124,7 @@ class HostAttention:
                 query=query_TQD.data_ptr(),
                 out=out.data_ptr(),
                 log_sum_exp=None if log_sum_exp_TQ is None else log_sum_exp_TQ.data_ptr(),
+                sinks=None if sinks_Q is None else sinks_Q.data_ptr(),
                 segments=table.segments.data_ptr(),
                 records=table.records.data_ptr(),
                 num_segments=len(table.segments),
@@ -170,8 +134,8 @@ class HostAttention:
                 query_row_stride=query_TQD.stride(0),
                 query_head_stride=query_TQD.stride(1),
                 window=window,
-                k=_side(k, k_scale),
-                v=_side(v, v_scale),
+                k=_side(k),
+                v=_side(v),
                 query_type=TYPE_IDS.get(query_TQD.dtype, -1),
                 heads=heads,
                 group=group,
@@ -202,14 +166,17 @@ def _is_f32(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
     return tensor.dtype is torch.float32 and tensor.shape == shape and tensor.is_contiguous()
 
 
-def _side(side: SideView, scale: float) -> _Side:
+def _side(side: SideView) -> _Side:
+    scale = side.fp8.value
     if side.format.name == "fp8":
         fp8_reciprocal(scale)
     return _Side(
         codes=side.codes.data_ptr(),
         scales=side.scales.data_ptr(),
+        exponents=side.exponents.data_ptr() if side.format.exponent else None,
         code_record_stride=side.codes.stride(0),
         scale_record_stride=side.scales.stride(0),
+        exponent_record_stride=side.exponents.stride(0),
         code_row_bytes=side.codes.shape[3],
         scale_row_bytes=side.scales.shape[3],
         format=FORMAT_IDS.get(side.format.name, -1),

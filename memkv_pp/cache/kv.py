@@ -1,15 +1,16 @@
 """The cache of one stage: which records a sequence holds, and rows in and out of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from memkv_pp.cache import ops
 from memkv_pp.cache.arena import Arena
+from memkv_pp.cache.attention import PackedAttention, SegmentTable, segment_table
 from memkv_pp.cache.device import Device
-from memkv_pp.cache.host_attention import HostAttention, SegmentTable, segment_table, serves
 from memkv_pp.errors import InternalError, ModelError
+from memkv_pp.fp8_scales import UNIT_SCALES, Fp8Scales
 from memkv_pp.geometry import LayerKind, ModelGeometry
 from memkv_pp.pools import Pool
 from memkv_pp.sizing import Footprint, StageSizing
@@ -92,7 +93,8 @@ class StageCache:
         units: Footprint,
         *,
         max_sequences: int,
-        attention: HostAttention | None = None,
+        attention: PackedAttention | None = None,
+        fp8_scales: Fp8Scales = UNIT_SCALES,
     ) -> None:
         for layer in range(sizing.lo, sizing.hi):
             kind = geometry.layers[layer].kind
@@ -106,14 +108,15 @@ class StageCache:
         self._sizing = sizing
         self.arena = Arena(device, sizing, units)
         self._views = {
-            layout.layer: ops.layer_view(self.arena, layout)
+            layout.layer: ops.layer_view(self.arena, layout, fp8_scales)
             for layout in (sizing.full.layers if sizing.full else ())
         }
+        self._windows = {layer: geometry.layers[layer].window for layer in self._views}
         self._attention = attention
         self._in_place = frozenset(
             layer
             for layer, view in self._views.items()
-            if attention is not None and serves(view.k) and serves(view.v)
+            if attention is not None and attention.serves(view.k) and attention.serves(view.v)
         )
         self.rows_unpacked = 0
         self._slots = Pool(max_sequences, "sequence slots")
@@ -128,6 +131,15 @@ class StageCache:
     def length(self, sequence: int) -> int:
         """Rows held of an open sequence."""
         return self._table(sequence).length
+
+    def records(self, sequence: int) -> torch.Tensor:
+        """The records of an open sequence in order, int64."""
+        return self._table(sequence).on_device
+
+    @property
+    def views(self) -> Mapping[int, ops.LayerView]:
+        """Where each layer's rows lie, by absolute layer; empty once released."""
+        return self._views
 
     def used_bytes(self) -> PoolBytes:
         """Bytes in use by pool."""
@@ -228,25 +240,38 @@ class StageCache:
         scale: float,
         *,
         fixed: bool,
+        cap: float = 0.0,
+        sinks_Q: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the batch's rows of ``layer`` and attend: [T, query heads, D of V].
 
         ``fixed`` makes every row bit-identical in any company (``ops.attend_fixed``); in place it
-        always is. Rows of no segment come out as zeros.
+        always is. ``cap`` and ``sinks_Q`` are those of ``ops.attend``, and so is the layer's
+        window. Rows of no segment come out as zeros.
         """
         view = self._views[layer]
         written = len(batch.records)
         ops.append(view.k, batch.records, batch.rows, key_THD[:written])
         ops.append(view.v, batch.records, batch.rows, value_THD[:written])
+        window = self._windows[layer]
+        query_THD = ops.rotate_query(view.k, query_THD)
         if layer in self._in_place:
             assert self._attention is not None
             assert batch.table is not None
-            return self._attention.attend(
-                view.k, view.v, query_THD, batch.table, scale, threads=torch.get_num_threads()
+            out = self._attention.attend(
+                view.k,
+                view.v,
+                query_THD,
+                batch.table,
+                scale,
+                threads=torch.get_num_threads(),
+                window=window,
+                cap=cap,
+                sinks_Q=sinks_Q,
             )
-        query_THD = ops.rotate_query(view.k, query_THD)
+            return ops.unrotate_output(view.v, out)
         out = query_THD.new_zeros(*query_THD.shape[:2], view.v.head_size)
-        kernel = ops.attend_fixed if fixed else ops.attend
+        attend = ops.attend_fixed if fixed else ops.attend
         for gather in batch.gathers:
             key_HLD = ops.gather(view.k, gather.records, query_THD.dtype)
             value_HLD = ops.gather(view.v, gather.records, query_THD.dtype)
@@ -254,7 +279,15 @@ class StageCache:
             for segment, start in zip(gather.segments, gather.starts, strict=True):
                 rows = slice(segment.first, segment.first + segment.num_rows)
                 held = slice(start, start + segment.length)
-                out[rows] = kernel(query_THD[rows], key_HLD[:, held], value_HLD[:, held], scale)
+                out[rows] = attend(
+                    query_THD[rows],
+                    key_HLD[:, held],
+                    value_HLD[:, held],
+                    scale,
+                    window=window,
+                    cap=cap,
+                    sinks_Q=sinks_Q,
+                )
         return ops.unrotate_output(view.v, out)
 
     def release(self) -> None:

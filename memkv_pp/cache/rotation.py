@@ -14,7 +14,7 @@ def rotate(rows: Tensor, *, inverse: bool = False) -> Tensor:
     FormatError for a head size that is not 64, 128, 256 or 512.
     """
     size = rows.shape[-1]
-    before, after = _signs(size, rows.device)
+    before, after = sign_rows(size, rows.device)
     if inverse:
         before, after = after, before
     values = rows.to(torch.float32) * before
@@ -27,7 +27,8 @@ def rotate(rows: Tensor, *, inverse: bool = False) -> Tensor:
 
 
 @cache
-def _signs(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def sign_rows(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The two sign tables of heads of ``size`` elements, f32, on ``device``."""
     before, after = sign_tables(size)
     return (
         torch.tensor(before, dtype=torch.float32, device=device),

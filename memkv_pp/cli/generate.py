@@ -48,6 +48,12 @@ def add_parser(commands: Any) -> None:
     add("--top-p", metavar="P", type=float, default=1.0, help="nucleus mass (default 1)")
     add("--seed", metavar="N", type=int, default=0, help="key of the draws (default 0)")
     add("--deterministic", action="store_true", help="every token the same in any company")
+    add(
+        "--fp8-scales",
+        metavar="checkpoint|calibrate:N|one",
+        help="scales of fp8 caches: the model folder's, from the first N rows of each layer (they"
+        " depend on the first prompt), or 1.0 (default: the folder's where it has them, else 1.0)",
+    )
     options.add_shared(parser)
     options.add_json(parser)
     parser.set_defaults(run=run)
@@ -70,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
         write_message(
             f"warning: --ctx {args.ctx}: the model's own context is {config.context_tokens} tokens"
         )
-    if any(side.name == "fp8" for pair in config.formats for side in (pair.k, pair.v)):
-        write_message("warning: fp8 caches use a scale of 1.0: values beyond 448 are clipped")
+    for warning in _fp8_warnings(args.fp8_scales, config):
+        write_message(f"warning: {warning}")
     report = asyncio.run(generate(config, _requests(args, encoded, tokenizer)))
     failed = [c.error for c in report.completions if c.error is not None]
     if len(failed) == len(report.completions):
@@ -131,10 +137,26 @@ def _config(args: argparse.Namespace, geometry: Any, encoded: list[list[int]]) -
             threads=args.threads,
             dtype=args.dtype,
             deterministic=args.deterministic,
+            fp8_scales=args.fp8_scales,
             backend=Backend(args.backend),
             link=LinkKind(args.link),
         )
     )
+
+
+def _fp8_warnings(choice: str | None, config: "PipelineConfig") -> list[str]:
+    from memkv_pp.fp8_scales import fp8_sides
+
+    warnings: list[str] = []
+    if choice is not None and not fp8_sides(config.formats):
+        warnings.append(f"--fp8-scales {choice}: no layer's cache is fp8")
+    if config.unscaled_layers:
+        layers = ", ".join(map(str, config.unscaled_layers))
+        warnings.append(
+            f"fp8 caches of layers {layers} use a scale of 1.0: values beyond 448 are clipped"
+            " (--fp8-scales calibrate:N)"
+        )
+    return warnings
 
 
 def _requests(

@@ -18,6 +18,7 @@ from transformers import (
 
 from memkv_pp.errors import ModelError
 from memkv_pp.model.gguf_header import GGUFHeader, read_header
+from memkv_pp.model.kv_scales import quantises_only_the_cache
 
 _CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,
@@ -57,7 +58,8 @@ def model_config(path: Path) -> PreTrainedConfig:
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"{path}: config.json cannot be read: {error}") from error
         check_family(config.model_type, path)
-        if getattr(config, "quantization_config", None) is not None:
+        quantization = getattr(config, "quantization_config", None)
+        if quantization is not None and not quantises_only_the_cache(quantization):
             raise ModelError(
                 f"{path}: config.json states quantization_config: quantised matrix products are"
                 " not served",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from memkv_pp.config import (
     DTYPE_BYTES,
@@ -15,6 +16,7 @@ from memkv_pp.errors import ConfigError
 from memkv_pp.fence import Fence, explicit
 from memkv_pp.formats import Pair
 from memkv_pp.geometry import ModelGeometry
+from memkv_pp.model.kv_scales import choose_fp8_scales
 from memkv_pp.plan.fences import Budget, FenceChoice, choose_fence
 from memkv_pp.sizing import CacheOptions, Footprint, StageSizing, size_fence
 
@@ -25,6 +27,7 @@ class Knobs:
 
     ``rows``: the most rows each known request can hold (prompt + max_new - 1 + K); they size the
     pools where ``ctx``, ``sequences`` and ``kv_bytes`` do not. ``kv_bytes``: cache bytes per stage.
+    ``fp8_scales``: see ``model.kv_scales.choose_fp8_scales``.
     """
 
     model: str
@@ -42,6 +45,7 @@ class Knobs:
     threads: int = 1
     dtype: str = "bf16"
     deterministic: bool = False
+    fp8_scales: str | None = None
     backend: Backend = Backend.LOCAL
     link: LinkKind = LinkKind.ZMQ
 
@@ -75,6 +79,9 @@ def build_config(knobs: Knobs) -> PipelineConfig:
         dtype=knobs.dtype,
         threads=knobs.threads,
         deterministic=knobs.deterministic,
+        fp8_scales=choose_fp8_scales(
+            knobs.fp8_scales, Path(knobs.model), knobs.formats[: knobs.geometry.num_layers]
+        ),
         backend=knobs.backend,
         link=knobs.link,
     )

@@ -7,6 +7,7 @@ order, each through all layers, so a row finds the earlier rows of its sequence 
 
 import torch
 
+from memkv_pp.cache.attention import segment_table
 from memkv_pp.cache.kv import Batch, StageCache
 from memkv_pp.cache.ops import FIXED_ROWS
 from memkv_pp.model.adapters.base import StageModel
@@ -16,6 +17,8 @@ from memkv_pp.units import ceil_div
 # two vectors of at most 64 bytes: 64 elements of 2 bytes. What is left over is computed apart.
 GRAIN_ELEMENTS = 32768
 STEP_ELEMENTS = 64
+# The CUDA kernels hold 1, 2, 4 or 8 query vectors; more rows have those of 8.
+_WARM_UP_ROWS = (1, 2, 4, 8)
 
 
 def splits_evenly(width: int, threads: int) -> bool:
@@ -91,6 +94,18 @@ class Runner:
             if not torch.equal(logits, logits[:1].expand_as(logits)):
                 return "the head"
         return None
+
+    def warm_up(self) -> None:
+        """Run rows that are stored nowhere and see no key through every layer.
+
+        Kernels that are compiled at their first use are compiled here, for every number of rows.
+        """
+        model, device = self._model, self._model.device
+        for num_rows in _WARM_UP_ROWS:
+            ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+            table = segment_table([(0, num_rows, 0, ids[:0])], record_rows=1)
+            hidden = torch.zeros(num_rows, model.hidden_size, dtype=model.dtype, device=device)
+            self._run_rows(Batch(ids, ids - 1, ids, (), (), table), hidden)
 
     def _run_rows(self, batch: Batch, hidden_TH: torch.Tensor) -> torch.Tensor:
         def attend(

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
-from memkv_pp.cache import host_attention, host_kernels
+from memkv_pp.cache import cuda_ops, host_attention, host_kernels
+from memkv_pp.cache.attention import PackedAttention
+from memkv_pp.cache.cuda_attention import CudaAttention
 from memkv_pp.cache.device import TorchDevice
 from memkv_pp.cache.kv import StageCache
 from memkv_pp.clock import Clock, SystemClock
@@ -45,9 +47,9 @@ class StageStatistics:
 class StageRuntime:
     """Owns one stage's weights and cache, and applies plans strictly by number.
 
-    The constructor compiles the host kernels where they are not yet, loads the weights and
-    allocates the arena. Not thread-safe: one thread, which
-    the constructor sets to ``config.threads`` torch threads.
+    The constructor compiles the kernels of its device where they are not yet, loads the weights
+    and allocates the arena. Not thread-safe: one thread, which the constructor sets to
+    ``config.threads`` torch threads.
     """
 
     def __init__(self, config: PipelineConfig, stage: int, clock: Clock | None = None) -> None:
@@ -56,8 +58,7 @@ class StageRuntime:
         self._stage = stage
         self._clock = clock or SystemClock()
         self._device = TorchDevice(config.devices[stage])
-        if self._device.torch_device.type == "cpu":
-            host_kernels.load()
+        attention = _load_attention(self._device.torch_device)
         memory.reset_peak()
         self._resident_before = memory.resident_bytes()
         self._first = stage == 0
@@ -78,11 +79,15 @@ class StageRuntime:
                 config.sizings()[stage],
                 config.units[stage],
                 max_sequences=config.max_sequences,
-                attention=host_attention.loaded(),
+                fp8_scales=config.fp8_scales,
+                attention=attention,
             )
         self._runner = Runner(self._model, self._cache, layers, deterministic=config.deterministic)
         if config.deterministic:
             self._check_deterministic()
+        if cuda_ops.loaded(self._device.torch_device) is not None:
+            with torch.inference_mode():
+                self._runner.warm_up()
         self._samplings: dict[int, Sampling] = {}
         self._next_plan = 0
         self._layers_run = 0
@@ -233,3 +238,12 @@ class StageRuntime:
             draw_token(logits[i], self._samplings[sequence], position)
             for i, (_, sequence, position) in enumerate(wanted)
         )
+
+
+def _load_attention(device: torch.device) -> PackedAttention | None:
+    """The attention of the device's kernels, which are loaded; None where torch code serves."""
+    if device.type == "cpu":
+        host_kernels.load()
+    else:
+        cuda_ops.load()
+    return host_attention.loaded() if cuda_ops.loaded(device) is None else CudaAttention()

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from memkv_pp.cache.codec import decode, encode
 from memkv_pp.cache.cuda_launch import PackedSide
+from memkv_pp.cache.packing_groups import exponent_bytes
+from memkv_pp.cache.rotation import rotate
 from memkv_pp.errors import InternalError
 from memkv_pp.formats import Pair, parse_format
 from memkv_pp.geometry import LayerGeometry, LayerKind
@@ -80,13 +82,27 @@ def side_at(
         head_size=side.head_size,
         codes=view(side.codes),
         scales=view(side.scales),
+        exponents=view(side.exponents),
         scale=FP8_SCALE if side.format.name == "fp8" else 1.0,
     )
 
 
 def put(side: PackedSide, values_THD: Tensor, records: Sequence[int], rows: Sequence[int]) -> None:
-    """Write rows by the torch codec; a negative record writes nothing."""
-    codes, scales = encode(side.format, values_THD.cpu(), side.scale)
+    """Write rows by the torch codec, rotated if need be; a negative record writes nothing.
+
+    Row 0 of a record comes before its other rows, or with them.
+    """
+    values_THD = values_THD.cpu()
+    if side.format.rotated:
+        values_THD = rotate(values_THD)
+    exponents = None
+    if side.format.exponent:
+        for record, row, byte in zip(records, rows, exponent_bytes(values_THD), strict=True):
+            if record >= 0 and row == 0:
+                side.exponents[record, :, 0, 0] = byte.to(side.codes.device)
+        at = torch.tensor(records, dtype=torch.int64, device=side.codes.device).clamp_min(0)
+        exponents = side.exponents[at, :, 0, 0].cpu()
+    codes, scales = encode(side.format, values_THD, side.scale, exponents=exponents)
     for t, (record, row) in enumerate(zip(records, rows, strict=True)):
         if record >= 0:
             side.codes[record, :, row] = codes[t].to(side.codes.device)
@@ -107,10 +123,20 @@ def fill(side: PackedSide, records: Sequence[int], length: int, seed: int) -> No
 
 
 def rows_of(side: PackedSide, records: Sequence[int], length: int) -> Tensor:
-    """The first ``length`` rows of ``records`` by the torch codec: f32 [H, L, D]."""
+    """The first ``length`` rows of ``records`` by the torch codec, as stored: f32 [H, L, D]."""
     at = torch.tensor(records, dtype=torch.int64, device=side.codes.device)
-    codes, scales = side.codes[at].cpu(), side.scales[at].cpu()
-    values = decode(side.format, codes, scales, side.head_size, torch.float32, side.scale)
+    codes, scales, exponents = (
+        part[at].cpu() for part in (side.codes, side.scales, side.exponents)
+    )
+    values = decode(
+        side.format,
+        codes,
+        scales,
+        side.head_size,
+        torch.float32,
+        side.scale,
+        exponents=exponents.squeeze(-1) if side.format.exponent else None,
+    )
     return values.transpose(0, 1).flatten(1, 2)[:, :length]
 
 
@@ -154,16 +180,26 @@ def packed_sequences(
 
 
 def attention(
-    query_THD: Tensor, layer: PackedLayer, sequences: PackedSequences, scale: float
+    query_THD: Tensor,
+    layer: PackedLayer,
+    sequences: PackedSequences,
+    scale: float,
+    *,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks_Q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention in f64: [T, H * G, D of V] and the log-sum-exp [T, H * G].
+    """Causal attention in f64: [T, H * G, D of V] and the log-sum-exp of keys' scores [T, H * G].
 
-    A row that sees no key is 0 and minus infinity.
+    The knobs are those of ``CudaKernels.attend``. A row that sees no key is 0 and minus infinity.
     """
     num_rows, query_heads, _ = query_THD.shape
     group = query_heads // layer.key.codes.shape[1]
     out = torch.zeros(num_rows, query_heads, layer.value.head_size, dtype=torch.float64)
     lse = torch.full((num_rows, query_heads), -math.inf, dtype=torch.float64)
+    sinks = torch.full((query_heads,), -math.inf, dtype=torch.float64)
+    if sinks_Q is not None:
+        sinks = sinks_Q.cpu().double()
     segments: list[list[int]] = sequences.segments.tolist()
     for table, (first, rows, length, _) in zip(sequences.tables, segments, strict=True):
         if not length:
@@ -171,9 +207,13 @@ def attention(
         keys = rows_of(layer.key, table, length).double().repeat_interleave(group, 0)
         values = rows_of(layer.value, table, length).double().repeat_interleave(group, 0)
         for t in range(rows):
-            seen = length - rows + t + 1
+            end = length - rows + t + 1
+            seen = slice(max(end - window, 0) if window else 0, end)
             query = query_THD[first + t].cpu().double()
-            scores = torch.einsum("hd,hld->hl", query, keys[:, :seen]) * scale
+            scores = torch.einsum("hd,hld->hl", query, keys[:, seen]) * scale
+            if cap:
+                scores = torch.tanh(scores / cap) * cap
             lse[first + t] = scores.logsumexp(-1)
-            out[first + t] = torch.einsum("hl,hld->hd", scores.softmax(-1), values[:, :seen])
+            weights = (scores - torch.logaddexp(lse[first + t], sinks)[:, None]).exp()
+            out[first + t] = torch.einsum("hl,hld->hd", weights, values[:, seen])
     return out, lse

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from memkv_pp.errors import ModelError
 from memkv_pp.model.adapters.base import ATTENTION_NAME, Adapter, StageModel
+from memkv_pp.model.kv_scales import SCALE_NAME
 from memkv_pp.model.weights import ROPE_FACTORS, WeightSource
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -122,7 +123,8 @@ class _Filler:
         """Give ``module``, built on the meta device, the tensors named ``prefix.…``."""
         shapes = {f"{prefix}.{name}": p.shape for name, p in module.named_parameters()}
         for name in self._source.names():
-            if name.startswith(f"{prefix}.") and name not in shapes and not _IGNORED.match(name):
+            known = name in shapes or _IGNORED.match(name) or SCALE_NAME.fullmatch(name)
+            if name.startswith(f"{prefix}.") and not known:
                 raise ModelError(
                     f"{self._path}: the configuration has no place for tensor {name}",
                     "its weights would be ignored, and the output wrong",
