@@ -103,7 +103,9 @@ class ModelGeometry:
 
     ``layers`` is the trunk; ``nextn_layers`` are the NextN/MTP blocks behind it, which belong
     to the last stage and are charged only when drafting uses them. ``file_bytes_by_layer`` (when
-    a weight file was read) aligns with ``layers``. ``warnings`` says what had to be assumed.
+    a weight file was read) aligns with ``layers``. ``default_kv`` is the pair this model is served
+    with where nobody says another, written as ``--kv`` takes it; empty where the model has none.
+    ``warnings`` says what had to be assumed.
     """
 
     name: str
@@ -120,6 +122,7 @@ class ModelGeometry:
     embedding_file_bytes: int = 0
     head_file_bytes: int = 0
     file_bytes_by_layer: tuple[int, ...] = ()
+    default_kv: str = ""
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -3,13 +3,16 @@
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from memkv_pp.cache.host_build import COMPILERS
 from memkv_pp.cli import app, main
-from memkv_pp.cli.doctor import declared_ranges, package_check, within
+from memkv_pp.cli.doctor import compiler_check, declared_ranges, package_check, within
 from memkv_pp.cli.options import parse_fence
 from memkv_pp.errors import FenceError
 from memkv_pp.geometry import ModelGeometry, uniform_geometry
@@ -72,7 +75,7 @@ HELP = {"-h", "--help", "--json"}
             "generate",
             {"model", "--prompt", "--prompt-file", "--chat", "--ctx", "--sequences", "--kv-bytes"}
             | {"--stages", "--backend", "--link", "--devices", "--waves", "--threads", "--max-new"}
-            | {"--temperature", "--top-p", "--seed", "--deterministic"}
+            | {"--temperature", "--top-p", "--seed", "--deterministic", "--fp8-scales"}
             | SHARED
             | HELP,
         ),
@@ -287,6 +290,22 @@ def test_doctor_reports_checks_and_a_missing_gpu_is_no_fault(call):
     assert all(check["hint"] for check in answer["checks"] if not check["ok"])
 
 
+def test_doctor_names_the_compiler_that_the_environment_does(monkeypatch, tmp_path):
+    found = shutil.which("c++") or shutil.which("g++")
+    if found is None:
+        pytest.skip("no C++ compiler")
+    own = tmp_path / "own-compiler"
+    own.write_text(f'#!/bin/sh\nexec {found} "$@"\n')
+    own.chmod(0o700)
+    monkeypatch.setenv("CXX", str(own))
+    assert (compiler_check().ok, compiler_check().found) == (True, str(own))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not compiler_check().ok
+    assert "'no-such-compiler' is not found" in compiler_check().found
+    monkeypatch.delenv("CXX")
+    assert compiler_check().found == shutil.which(next(filter(shutil.which, COMPILERS)))
+
+
 def test_doctor_holds_packages_to_the_ranges_this_package_declares():
     assert declared_ranges()["ray"].startswith(">=")
     assert "pytest" not in declared_ranges()
@@ -349,3 +368,21 @@ def test_the_small_models_metadata_is_enough_to_size_and_plan_it(call, smollm2):
     )
     assert code == 0
     assert all(row["weight_bytes"] > 0 and row["file_bytes"] > 0 for row in answer["stages"])
+
+
+def test_a_models_own_formats_stand_until_the_user_names_others(written, capsys):
+    model = written(replace(uniform_geometry(4, kv_heads=2, head_size=64), default_kv="fp8:q4_0"))
+
+    def formats(*words: str) -> tuple[set, str]:
+        assert main(["size", model, "--ctx", "16", "--json", *words]) == 0
+        said = capsys.readouterr()
+        layers = json.loads(said.out)["layers"]
+        return {(layer["k_format"], layer["v_format"]) for layer in layers}, said.err
+
+    for words in ((), ("--kv", "fp8:q4_0")):
+        found, said = formats(*words)
+        assert found == {("fp8", "q4_0")}
+        assert "warning" not in said
+    found, said = formats("--kv", "q8_0:q5_1", "--kv-layers", "0=bf16")
+    assert found == {("q8_0", "q5_1"), ("bf16", "bf16")}
+    assert "--kv: q8_0:q5_1 is used, this model's own default is fp8:q4_0" in said

@@ -713,6 +713,8 @@ def test_repeat_stands_for_equal_layers(tmp_path):
         ({"colour": "red"}, "colour is unknown"),
         ({"context_tokens": -1}, "context_tokens must be an integer"),
         ({"tied_embedding": 1}, "tied_embedding must be bool"),
+        ({"default_kv": 8}, "default_kv must be str"),
+        ({"default_kv": "q9_0"}, "t: default_kv: unknown format 'q9_0'"),
         ({"layers": {}}, "layers must be list"),
         ({"layers": []}, "at least one layer"),
         ({"layers": [{"kind": "full_attention", "heads": 1}]}, r"layers\[0\]\.heads is unknown"),

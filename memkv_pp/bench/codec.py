@@ -1,33 +1,34 @@
 """Suite ``codec``: rows packed into records and unpacked from them, in GB/s of f32.
 
 Peers, on one thread as ours: ``memcpy`` copies the same f32 rows; ``torch`` is the codec that serves
-where there is no compiler; ``ggml`` (its five formats, where ``llama_cpp`` is installed) is
-``ggml_quantize_chunk`` and ``dequantize_row_…`` of its library on the same rows.
+where there is no compiler; ``ggml`` (its five formats, where ``llama_cpp`` is installed) is the
+fastest code of its libraries on the same rows, ``ggml-chunk`` its ``ggml_quantize_chunk`` where
+that is not the fastest. Rows of rotated formats are rotated within the call, and come back as stored.
 """
 
 import ctypes
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from memkv_pp.bench import ggml
 from memkv_pp.bench.rows import Row, higher_is_better, interleaved_medians
 from memkv_pp.cache import host_kernels
 from memkv_pp.cache.codec import decode, encode
-from memkv_pp.cache.host_codec import FORMAT_IDS, HostCodec
+from memkv_pp.cache.host_codec import BASE_FORMATS, HostCodec
+from memkv_pp.cache.rotation import rotate
 from memkv_pp.clock import SystemClock
 from memkv_pp.errors import ConfigError, InternalError
-from memkv_pp.formats import Family, Format, parse_format
+from memkv_pp.formats import Format, parse_format
 from memkv_pp.packing import to_ggml_block
 
 HEADS, HEAD_SIZE, RECORD_ROWS = 8, 128, 16
 NUM_RECORDS = 1024
 
 _CHECKED_RECORDS = 2
-# ggml's numbers of its types.
-_GGML_TYPES = {"q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8}
+# ggml's vector code may choose a neighbouring code, no more often than this.
+_OFF_BY_ONE = 1e-4
 _CLOCK = SystemClock()
 
 
@@ -43,7 +44,7 @@ def run(*, rounds: int, num_records: int = NUM_RECORDS) -> Iterator[Row]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for name in FORMAT_IDS:
+        for name in BASE_FORMATS:
             yield from _Contest(parse_format(name), kernels.codec, num_records).rows(rounds)
     finally:
         torch.set_num_threads(before)
@@ -52,8 +53,8 @@ def run(*, rounds: int, num_records: int = NUM_RECORDS) -> Iterator[Row]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Peer:
     name: str
-    quantise: Callable[[], object]
-    dequantise: Callable[[], object]
+    quantise: Callable[[], object] | None = None
+    dequantise: Callable[[], object] | None = None
 
 
 class _Contest:
@@ -80,14 +81,16 @@ class _Contest:
         peers = [self._memcpy()]
         if self._fmt.name != "f32":  # of which torch makes a view
             peers.append(self._torch())
-        if self._fmt.family is Family.GGML and importlib.util.find_spec("llama_cpp"):
-            peers.append(self._ggml())
+        library = ggml.find() if self._fmt.name in ggml.TYPES else None
+        if library is not None:
+            peers += self._ggml(library)
         for what, ours in (("quantise", self._append), ("dequantise", self._gather)):
-            theirs = [getattr(peer, what) for peer in peers]
-            figures = interleaved_medians([self._timed(call) for call in (ours, *theirs)], rounds)
-            for peer, figure in zip(peers, figures[1:], strict=True):
+            calls = {peer.name: call for peer in peers if (call := getattr(peer, what))}
+            contenders = [self._timed(call) for call in (ours, *calls.values())]
+            figures = interleaved_medians(contenders, rounds)
+            for peer, figure in zip(calls, figures[1:], strict=True):
                 name = f"codec/{self._fmt.name}/{what}"
-                yield higher_is_better(name, figures[0], "GB/s", peer.name, figure, 1)
+                yield higher_is_better(name, figures[0], "GB/s", peer, figure, 1)
 
     def _append(self) -> None:
         self._codec.append(
@@ -108,8 +111,12 @@ class _Contest:
 
         return rate
 
+    def _encode(self) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = rotate(self._values_THD) if self._fmt.rotated else self._values_THD
+        return encode(self._fmt, rows)
+
     def _check_torch(self) -> None:
-        codes, scales = encode(self._fmt, self._values_THD)
+        codes, scales = self._encode()
         where = self._records_T, slice(None), self._rows_T
         same = torch.equal(self._codes[where], codes) and torch.equal(self._scales[where], scales)
         values = decode(self._fmt, codes, scales, HEAD_SIZE, torch.float32)
@@ -127,40 +134,40 @@ class _Contest:
         return _Peer(name="memcpy", quantise=copy, dequantise=copy)
 
     def _torch(self) -> _Peer:
-        codes, scales = encode(self._fmt, self._values_THD)
+        codes, scales = self._encode()
         return _Peer(
             name="torch",
-            quantise=lambda: encode(self._fmt, self._values_THD),
+            quantise=self._encode,
             dequantise=lambda: decode(self._fmt, codes, scales, HEAD_SIZE, torch.float32),
         )
 
-    def _ggml(self) -> _Peer:
-        spec = importlib.util.find_spec("llama_cpp")
-        assert spec is not None
-        assert spec.origin is not None
-        library = ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libggml-base.so"))
-        quantize = library.ggml_quantize_chunk
-        i64, pointer = ctypes.c_int64, ctypes.c_void_p
-        quantize.argtypes = (ctypes.c_int, pointer, pointer, i64, i64, i64, pointer)
-        quantize.restype = ctypes.c_size_t
-        dequantize = getattr(library, f"dequantize_row_{self._fmt.name}")
-        dequantize.argtypes, dequantize.restype = (pointer, pointer, i64), None
-        values = self._values_THD
-        blocks = torch.zeros(values.numel() // 32 * self._fmt.group_bytes, dtype=torch.uint8)
+    def _ggml(self, library: ggml.Ggml) -> list[_Peer]:
+        fmt, values = self._fmt, self._values_THD
+        blocks = torch.zeros(values.numel() // fmt.group, fmt.group_bytes, dtype=torch.uint8)
         back = torch.zeros_like(values)
-        number = _GGML_TYPES[self._fmt.name]
-        num_rows = values.shape[0] * HEADS
 
-        def pack() -> None:
-            quantize(number, values.data_ptr(), blocks.data_ptr(), 0, num_rows, HEAD_SIZE, None)
+        def chunk() -> None:
+            library.quantise_chunk(fmt, values, blocks)
+
+        def vectors() -> None:
+            library.quantise_vectors(fmt, values, blocks)
 
         def unpack() -> None:
-            dequantize(blocks.data_ptr(), back.data_ptr(), values.numel())
+            library.dequantise(fmt, blocks, back)
 
-        pack()
+        chunk()
         unpack()
         self._check_ggml(blocks, back)
-        return _Peer(name="ggml", quantise=pack, dequantise=unpack)
+        if fmt.name not in ggml.VECTOR_FORMATS:
+            return [_Peer(name="ggml", quantise=chunk, dequantise=unpack)]
+        exact = blocks.clone()
+        vectors()
+        if (blocks != exact).count_nonzero() > _OFF_BY_ONE * blocks.numel():
+            raise InternalError(f"{fmt.name}: the two codecs of ggml differ in many bytes")
+        return [
+            _Peer(name="ggml", quantise=vectors, dequantise=unpack),
+            _Peer(name="ggml-chunk", quantise=chunk),
+        ]
 
     def _check_ggml(self, blocks: torch.Tensor, back: torch.Tensor) -> None:
         if not torch.equal(back.transpose(0, 1), self._out):
@@ -175,5 +182,5 @@ class _Contest:
             to_ggml_block(self._fmt, bytes(c), bytes(s))
             for c, s in zip(codes.tolist(), scales.tolist(), strict=True)
         )
-        if bytes(blocks[: len(ours)].tolist()) != ours:
+        if bytes(blocks.flatten()[: len(ours)].tolist()) != ours:
             raise InternalError(f"{self._fmt.name}: the kernels and ggml pack different bytes")

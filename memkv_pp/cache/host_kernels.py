@@ -7,6 +7,8 @@ torch code serves, slower: ``load`` says so once, and ``status`` at any time.
 import ctypes
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +62,19 @@ def load() -> HostKernels | None:
 def loaded() -> HostKernels | None:
     """The kernels if ``load`` found them before; does not try to."""
     return _loaded
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Inside, ``load`` and ``loaded`` find nothing, on any thread: to compare with torch code."""
+    global _loaded
+    with _lock:
+        kept, _loaded = _loaded, None
+    try:
+        yield
+    finally:
+        with _lock:
+            _loaded = kept
 
 
 def status() -> Status:

@@ -13,7 +13,8 @@ from memkv_pp.errors import ConfigError
 if TYPE_CHECKING:
     from memkv_pp.bench.rows import Row
 
-SUITES = ("codec", "attend", "pipeline")
+SUITES = ("codec", "attend", "recurrent", "quality", "decode", "pipeline")
+_WITH_MODEL = frozenset({"quality", "decode", "pipeline"})
 DEFAULT_MODEL = ".models/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -21,9 +22,10 @@ def add_parser(commands: Any) -> None:
     """Add ``bench`` to the subcommands."""
     parser = commands.add_parser(
         "bench",
-        help="speed as ratios: above 1 ours is better",
-        description="Measure ours and a peer in one run, in turns, once both give the same answer.",
-        epilog="examples:\n  memkv-pp bench --suite codec\n  memkv-pp bench --suite attend\n"
+        help="speed and quality as ratios: above 1 ours is better",
+        description="Measure ours and a peer in one run, in turns, once both give the same answer."
+        " Suite quality is the mean negative log-likelihood of a fixed text, beside f16 rows.",
+        epilog="examples:\n  memkv-pp bench --suite codec\n  memkv-pp bench --suite quality\n"
         "  memkv-pp bench --suite pipeline --rounds 5 --json",
     )
     parser.add_argument(
@@ -41,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the suites and write their rows."""
     options.at_least_one("--rounds", args.rounds)
     suites = SUITES if args.suite is None else (args.suite,)
-    if "pipeline" in suites and not Path(args.model).exists():
+    if _WITH_MODEL.intersection(suites) and not Path(args.model).exists():
         raise ConfigError(
             f"--model: {args.model} does not exist", "run `make model`, or name a model"
         )
@@ -80,6 +82,18 @@ def _rows(suites: tuple[str, ...], model: Path, rounds: int) -> Iterator["Row"]:
         from memkv_pp.bench import attend
 
         yield from attend.run(rounds=rounds)
+    if "recurrent" in suites:
+        from memkv_pp.bench import recurrent
+
+        yield from recurrent.run(rounds=rounds)
+    if "quality" in suites:
+        from memkv_pp.bench import quality
+
+        yield from quality.run(model)
+    if "decode" in suites:
+        from memkv_pp.bench import decode
+
+        yield from decode.run(model, rounds=rounds)
     if "pipeline" in suites:
         from memkv_pp.bench import pipeline
 

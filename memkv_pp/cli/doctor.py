@@ -1,7 +1,7 @@
 """``memkv-pp doctor``: what of this machine the package can use."""
 
 import argparse
-import importlib
+import importlib.util
 import re
 import shutil
 import sys
@@ -12,8 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from memkv_pp import config
+from memkv_pp.cache import host_build
 from memkv_pp.cli import options
 from memkv_pp.cli.output import Table, write_result
+from memkv_pp.errors import ConfigError
 from memkv_pp.units import GIB, format_size
 
 MODULES = {
@@ -26,7 +29,6 @@ MODULES = {
     "safetensors": "safetensors",
     "tokenizers": "tokenizers",
 }
-COMPILERS = ("c++", "g++", "clang++")
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -74,7 +76,7 @@ def all_checks() -> list[Check]:
     return [
         _python(),
         *(package_check(name, module, ranges) for name, module in MODULES.items()),
-        _compiler(),
+        compiler_check(),
         _host_kernels(),
         _cuda(),
         _space("shared memory", SHARED_MEMORY, GIB, "Ray keeps objects there: mount it larger"),
@@ -137,14 +139,16 @@ def _python() -> Check:
     return Check(check="python", ok=ok, found=found, hint="" if ok else "use Python 3.11 or later")
 
 
-def _compiler() -> Check:
-    found = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if found is None:
+def compiler_check() -> Check:
+    """The compiler of the host kernels: CXX's, else the first there is."""
+    try:
+        found = host_build.find_toolchain(config.compiler()).compiler
+    except ConfigError as error:
         return Check(
             check="c++ compiler",
             ok=False,
-            found="none: numpy and torch code serves, slower",
-            hint="install g++ or clang++",
+            found=f"{error.message}; numpy and torch code serves, slower",
+            hint=error.hint,
         )
     return Check(check="c++ compiler", ok=True, found=found)
 
@@ -172,6 +176,13 @@ def _cuda() -> Check:
     except (ImportError, OSError, RuntimeError) as error:
         return Check(
             check="cuda", ok=False, found=str(error), hint="reinstall torch or fix the driver"
+        )
+    if names and importlib.util.find_spec("cupy") is None:
+        return Check(
+            check="cuda",
+            ok=False,
+            found=f"{', '.join(names)}, but no CuPy: torch code serves, slower",
+            hint="pip install 'memkv-pp[gpu]'",
         )
     return Check(check="cuda", ok=True, found=", ".join(names) or "none: CPU mode")
 

@@ -39,7 +39,8 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         "--kv",
         metavar="PAIR",
         default=None,
-        help="formats of K and V, as in q8_0:q4_0, bf16 or turbo4k3v (default q8_0:q5_1)",
+        help="formats of K and V, as in q8_0:q4_0, bf16 or turbo4k3v (default: the model's own where"
+        " its geometry file has one, else q8_0:q5_1)",
     )
     add(
         "--kv-layers",
@@ -128,13 +129,22 @@ def cache_options(args: argparse.Namespace, *, flat_rows: int = 0) -> CacheOptio
 
 
 def layer_pairs(args: argparse.Namespace, geometry: ModelGeometry) -> tuple[Pair, ...]:
-    """A pair of formats per layer, NextN layers behind the trunk."""
+    """A pair of formats per layer, NextN layers behind the trunk.
+
+    What the user gives up by overriding the model's own default goes to stderr.
+    """
     from memkv_pp.kv_policy import effective_pair, layer_formats
 
+    chosen = effective_pair(
+        None if args.kv is None else parse_pair(args.kv),
+        parse_pair(geometry.default_kv) if geometry.default_kv else None,
+    )
+    if chosen.warning:
+        write_message(f"warning: {chosen.warning}")
     precise: str = args.high_precision_layers
     return layer_formats(
         geometry,
-        kv=effective_pair(None if args.kv is None else parse_pair(args.kv), None).pair,
+        kv=chosen.pair,
         kv_layers=args.kv_layers,
         high_precision_layers=int(precise) if precise.isdecimal() else precise,
         policy=args.kv_policy,

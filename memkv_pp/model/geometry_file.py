@@ -7,7 +7,8 @@
                  "value_head_size": 128, "repeat": 32}], "nextn_layers": []}
 
 A layer has the fields of ``LayerGeometry``; ``repeat`` stands for that many equal layers in a row.
-Fields that are 0 may be left out; a field nobody knows is an error.
+Fields that are 0 may be left out; a field nobody knows is an error. ``"default_kv": "fp8:fp8"``
+names the formats that a model is served with where ``--kv`` is not given.
 """
 
 import json
@@ -16,7 +17,8 @@ from dataclasses import fields
 from itertools import groupby
 from typing import NoReturn, TypeVar
 
-from memkv_pp.errors import GeometryError
+from memkv_pp.errors import FormatError, GeometryError
+from memkv_pp.formats import parse_pair
 from memkv_pp.geometry import LayerGeometry, LayerKind, ModelGeometry
 from memkv_pp.model.figures import MAX_LAYERS
 
@@ -60,6 +62,8 @@ def geometry_from_json(document: Mapping[str, object], name: str) -> ModelGeomet
             values[field] = _layers_from_json(document[field], name, field)
         elif field in _TEXT_FIELDS:
             values[field] = _typed(document[field], str, name, field)
+        elif field == "default_kv":
+            values[field] = _pair(_typed(document[field], str, name, field), name, field)
         elif field == "tied_embedding":
             values[field] = _typed(document[field], bool, name, field)
         elif field == "file_bytes_by_layer":
@@ -119,6 +123,17 @@ def _layer_from_json(entry: dict[str, object], name: str, where: str) -> LayerGe
         return LayerGeometry(kind=LayerKind(str(kind)), **figures)
     except GeometryError as error:
         raise GeometryError(f"{name}: {where}: {error.message}") from error
+
+
+def _pair(text: str, name: str, field: str) -> str:
+    if text:
+        try:
+            parse_pair(text)
+        except FormatError as error:
+            raise GeometryError(
+                f"{name}: {field}: {error.message.removeprefix('--kv: ')}", error.hint
+            ) from error
+    return text
 
 
 def _typed(value: object, kind: type[_T], name: str, field: str) -> _T:
