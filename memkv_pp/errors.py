@@ -87,6 +87,10 @@ class OutOfSlots(CapacityError):
     """A pool of state slots holds fewer free ids than were asked for. Nothing was taken."""
 
 
+class NotResident(MemkvError):
+    """Rows or states were asked for that are overwritten, or would have to be. Nothing changed."""
+
+
 class StageError(MemkvError):
     """Something went wrong on one stage."""
 

@@ -20,7 +20,8 @@ def ring_rows(
 ) -> int:
     """Physical rows of one sequence's ring: ``window + chunk + slack + alignment - 1``.
 
-    ``block_tokens`` above 1 rounds up to whole blocks (the paged layout).
+    ``block_tokens`` above 1 rounds up to whole blocks (the paged layout). ``alignment`` is at least
+    a block: the oldest block goes as a whole, so up to that many rows go too early.
 
     >>> ring_rows(512, chunk=512, slack=64), ring_rows(512, chunk=512, slack=64, block_tokens=16)
     (1119, 1120)

@@ -27,7 +27,7 @@ from memkv_pp.records import (
     record_layout,
     state_layout,
 )
-from memkv_pp.rings import resident_rows, ring_rows
+from memkv_pp.rings import ALIGNMENT_ROWS, resident_rows, ring_rows
 from memkv_pp.units import ceil_div
 
 SLOTS_PER_SEQUENCE = 2
@@ -304,6 +304,7 @@ def size_layers(
                 chunk=options.prefill_chunk,
                 slack=options.rewind_slack,
                 block_tokens=1 if flat else options.block_tokens,
+                alignment=ALIGNMENT_ROWS if flat else max(ALIGNMENT_ROWS, options.block_tokens),
             )
             for _, layer, _ in rings
         ),

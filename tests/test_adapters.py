@@ -6,15 +6,18 @@ import pytest
 import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.utils import logging
 
 from memkv_pp.errors import ConfigError, InternalError, ModelError
+from memkv_pp.geometry import uniform_geometry
 from memkv_pp.model.adapters import ADAPTERS, load_stage
 from memkv_pp.model.hf_config import SERVED_FAMILIES
+from memkv_pp.model.metadata import open_geometry
 from memkv_pp.model.weights import open_weights
+from memkv_pp.testing.plain_cache import PlainCache
+from memkv_pp.testing.tiny_families import FAMILY_FIELDS
 from memkv_pp.testing.tiny_models import write_tiny_gguf, write_tiny_model
 
 logging.disable_progress_bar()
@@ -48,32 +51,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-class PythonCache:
-    """K and V per (layer, sequence) as tensors; ``rows`` says whose the rows of a step are."""
-
-    def __init__(self):
-        self.stored = {}
-        self.rows = []
-
-    def __call__(self, layer, query, key, value, scale):
-        assert query.is_contiguous()
-        assert key.is_contiguous()
-        assert value.is_contiguous()
-        outputs, start = [], 0
-        for sequence, count in self.rows:
-            rows = slice(start, start + count)
-            start += count
-            old_k, old_v = self.stored.get((layer, sequence), (key[:0], value[:0]))
-            k, v = torch.cat([old_k, key[rows]]), torch.cat([old_v, value[rows]])
-            self.stored[layer, sequence] = k, v
-            past = len(k) - count
-            visible = torch.ones(count, len(k), dtype=torch.bool).tril(past)
-            q, k, v = (t.transpose(0, 1)[None] for t in (query[rows], k, v))
-            out = scaled_dot_product_attention(
-                q, k, v, attn_mask=visible, scale=scale, enable_gqa=True
-            )
-            outputs.append(out[0].transpose(0, 1))
-        return torch.cat(outputs)
+def plain_cache(num_layers=5):
+    """The oracle for layers that all keep every row."""
+    return PlainCache(uniform_geometry(num_layers, kv_heads=2, head_size=32))
 
 
 def stages(path, fence=(0, 5), dtype=torch.float32):
@@ -100,7 +80,7 @@ def run_step(stage_models, cache, rows, token_ids, positions):
 
 def run_sequences(stage_models, sequences, prompts):
     """Prefill all in one ragged step, then one row each per step; [tokens, V] per sequence."""
-    cache = PythonCache()
+    cache = plain_cache()
     logits = [[] for _ in sequences]
     done = [0] * len(sequences)
     while any(d < len(s) for d, s in zip(done, sequences, strict=True)):
@@ -154,6 +134,19 @@ def test_a_split_model_is_bit_identical_to_the_whole(family, fence, tmp_path):
     whole = run_sequences(stages(folder), sequences, prompts)
     split = run_sequences(stages(folder, fence), sequences, prompts)
     assert all(torch.equal(a, b) for a, b in zip(whole, split, strict=True))
+
+
+def test_a_gemma3_gguf_equals_the_folder_within_the_rounding_of_its_norms(tmp_path):
+    folder = write_tiny_model(tmp_path, "gemma3", layers=6, tied=True)
+    file = write_tiny_gguf(tmp_path, "gemma3", layers=6, tied=True)
+    geometry = open_geometry(file)
+    assert [x.kind for x in geometry.layers] == [x.kind for x in open_geometry(folder).layers]
+    generator = torch.Generator().manual_seed(3)
+    ids, made = torch.randint(0, 320, (40,), generator=generator), []
+    for path in (folder, file):
+        cache = PlainCache(geometry)
+        made.append(run_step(stages(path, (0, 2, 6)), cache, [(0, 40)], ids, torch.arange(40)))
+    assert largest_difference(made[:1], made[1:]) <= 1e-4
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -253,9 +246,8 @@ def test_a_stage_states_its_shape_and_refuses_what_it_does_not_hold(family, tmp_
     folder = write_tiny_model(tmp_path, family)
     front, back = stages(folder, (0, 2, 5))
     assert (front.family, front.hidden_size, front.vocabulary_size) == (family, 64, 320)
-    assert back.attention(4) == (4, 2, 32, 32, 32**-0.5)
     with pytest.raises(InternalError, match="layer 4"):
-        front.attention(4)
+        front.run_layer(4, torch.zeros(1, 64), front.rotary(torch.tensor([0])), plain_cache())
     with pytest.raises(InternalError, match="embedding"):
         back.embed(torch.tensor([1]))
     with pytest.raises(InternalError, match="head"):
@@ -269,12 +261,13 @@ def test_weights_are_loaded_in_the_compute_dtype_and_logits_come_in_f32(tmp_path
     assert hidden.dtype is torch.bfloat16
     stored = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(hidden[0], stored[3])
-    assert stage.rotary(torch.tensor([5])).cos.dtype is torch.bfloat16
+    assert stage.rotary(torch.tensor([5]))[""].cos.dtype is torch.bfloat16
     assert stage.head(hidden).dtype is torch.float32
 
 
 def test_every_served_family_has_an_adapter():
-    assert sorted(ADAPTERS) == sorted(SERVED_FAMILIES) == sorted(FAMILIES)
+    assert sorted(ADAPTERS) == sorted(SERVED_FAMILIES) == sorted(FAMILY_FIELDS)
+    assert set(FAMILIES) < set(ADAPTERS)
 
 
 def test_an_unknown_family_is_refused_by_name_with_the_list(tmp_path):
@@ -292,18 +285,18 @@ def test_an_unknown_family_is_refused_by_name_with_the_list(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "knob", "value"),
+    ("family", "overrides", "message"),
     [
-        ("mistral", "sliding_window", 64),
-        ("qwen2", "use_sliding_window", True),
-        ("qwen3", "use_sliding_window", True),
-        ("qwen3", "layer_types", ["full_attention"] * 4 + ["sliding_attention"]),
+        ("gemma4", {"hidden_size_per_layer_input": 16}, "hidden_size_per_layer_input"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act = gelu"),
     ],
 )
-def test_window_layers_are_refused_by_name(family, knob, value, tmp_path):
-    folder = write_tiny_model(tmp_path, family, overrides={knob: value})
-    with pytest.raises(ModelError, match=rf"{knob}.*sliding_attention.*served: full_attention"):
-        stages(folder)
+def test_what_of_a_family_is_not_served_is_refused_by_name(family, overrides, message, tmp_path):
+    folder = write_tiny_model(tmp_path, family, layers=6, overrides=overrides)
+    with pytest.raises(ModelError, match=rf"{message}.*not served of the family {family}"):
+        stages(folder, (0, 6))
 
 
 def test_a_rotation_that_depends_on_the_batch_is_refused(tmp_path):
@@ -380,6 +373,8 @@ def test_a_real_gguf_equals_transformers_within_a_thousandth():
     with torch.inference_mode():
         expected = reference(ids[None]).logits[0]
     del reference
-    logits = run_step(stages(SMOLLM2, (0, 12, 30)), PythonCache(), [(0, 10)], ids, torch.arange(10))
+    logits = run_step(
+        stages(SMOLLM2, (0, 12, 30)), plain_cache(30), [(0, 10)], ids, torch.arange(10)
+    )
     assert largest_difference([logits], [expected]) <= 1e-3
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))

@@ -5,11 +5,12 @@ import random
 import pytest
 import torch
 
-from memkv_pp.cache import kv, ops
+from memkv_pp.cache import batch as batch_module
+from memkv_pp.cache import ops
 from memkv_pp.cache.device import TorchDevice
 from memkv_pp.cache.kv import StageCache
 from memkv_pp.cache.rotation import rotate as rotate_tensor
-from memkv_pp.errors import ConfigError, InternalError, ModelError, OutOfRecords
+from memkv_pp.errors import ConfigError, InternalError, OutOfRecords
 from memkv_pp.fence import even
 from memkv_pp.formats import FORMATS, parse_format, parse_pair
 from memkv_pp.geometry import LayerGeometry, LayerKind, ModelGeometry
@@ -17,13 +18,6 @@ from memkv_pp.packing import pack_group, unpack_group
 from memkv_pp.packing_groups import exponent_byte
 from memkv_pp.rotation import rotate
 from memkv_pp.sizing import CacheOptions, Footprint, Layout, size_fence
-from memkv_pp.testing.geometries import (
-    full_layer,
-    latent_layer,
-    recurrent_layer,
-    shared_layer,
-    sliding_layer,
-)
 from memkv_pp.wire import Rows
 
 POISON = 0xFF
@@ -67,6 +61,12 @@ def make(layers=None, pair="f32", block=16, records=64, sequences=4):
     cache = StageCache(TorchDevice(), model, sizing, units, max_sequences=sequences)
     cache.arena.storage.fill_(POISON)
     return cache
+
+
+def full_rows(batch):
+    """What a batch is to the full records."""
+    assert batch.full is not None
+    return batch.full
 
 
 def layouts(cache):
@@ -137,7 +137,7 @@ def step(cache, entries, generator, dtype=torch.float32, group=1, fixed=False, s
         shape = (num_rows, group * layout.k.heads, layout.k.head_size)
         query = torch.randn(shape, generator=generator)
         tensors = tuple(t.to(dtype) for t in (query, key * size, value * size))
-        out = cache.append_and_attend(layout.layer, batch, *tensors, 0.2, fixed=fixed)
+        out = cache.layers.attend(layout.layer, batch, *tensors, 0.2, fixed=fixed)
         made.append((*tensors, out))
     return batch, made
 
@@ -170,14 +170,14 @@ def test_a_random_walk_keeps_every_row_as_packed(pair, block):
         batch, made = step(cache, entries, generator, size=10.0 ** dice.randint(-3, 1))
         for layer, (_, key, value, out) in enumerate(made):
             assert not out.isnan().any()
-            for segment, (sequence, _, _) in zip(batch.segments, entries, strict=True):
+            for segment, (sequence, _, _) in zip(full_rows(batch).segments, entries, strict=True):
                 rows = slice(segment.first, segment.first + segment.num_rows)
                 for heads, values in zip(oracle[sequence][layer], (key, value), strict=True):
                     for row in values[rows].tolist():
                         for truth, head in zip(heads, row, strict=True):
                             truth.append(head)
         cache.check()
-        for segment, (sequence, _, _) in zip(batch.segments, entries, strict=True):
+        for segment, (sequence, _, _) in zip(full_rows(batch).segments, entries, strict=True):
             assert cache.length(sequence) == segment.length
             for layer in range(len(made)):
                 for side, found in enumerate(stored(cache, layer, segment)):
@@ -211,13 +211,13 @@ def test_what_lay_in_the_arena_before_does_not_change_a_bit(poison, pair, fixed)
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_freed_record_never_shows_in_the_next_sequence(fixed):
-    cache = make(layers=[full_layer(1, 32)], records=2)
+    cache = make(layers=[attention_layer(1, 32, 32)], records=2)
 
     def run(sequence, start, count, codeword):
         batch = cache.extend([Rows(sequence, start, count, False)])
         rows = torch.full((count, 1, 32), codeword)
-        out = cache.append_and_attend(0, batch, rows, rows, rows, 1.0, fixed=fixed)
-        return out, stored(cache, 0, batch.segments[0])
+        out = cache.layers.attend(0, batch, rows, rows, rows, 1.0, fixed=fixed)
+        return out, stored(cache, 0, full_rows(batch).segments[0])
 
     cache.open(0)
     for start in (0, 16):
@@ -231,20 +231,6 @@ def test_a_freed_record_never_shows_in_the_next_sequence(fixed):
     assert (cache.arena.storage.view(torch.float32) == 7.0).any(), (
         "the old rows must still be there"
     )
-
-
-@pytest.mark.parametrize(
-    ("layer", "kind"),
-    [
-        (sliding_layer(1, 32, 8), "sliding_attention"),
-        (latent_layer(32, 32), "latent_attention"),
-        (recurrent_layer(key_groups=1, value_heads=1, state_size=4), "recurrent"),
-        (shared_layer(0), "shared_kv"),
-    ],
-)
-def test_a_layer_kind_that_is_not_served_is_refused_by_name(layer, kind):
-    with pytest.raises(ModelError, match=f"layer 1 of made is {kind}, .* not served yet"):
-        make(layers=[full_layer(1, 32), layer])
 
 
 def test_a_wrong_start_is_refused_and_nothing_is_taken():
@@ -304,8 +290,8 @@ def test_rows_go_to_records_in_order_and_blocks_start_anew():
     cache.extend([Rows(0, 0, 15, False), Rows(1, 0, 1, False)])
     batch = cache.extend([Rows(1, 1, 1, False), Rows(0, 15, 3, False)])
     assert batch.positions.tolist() == [1, 15, 16, 17]
-    assert batch.records.tolist() == [1, 0, 2, 2]
-    assert batch.rows.tolist() == [1, 15, 0, 1]
+    assert full_rows(batch).records.tolist() == [1, 0, 2, 2]
+    assert full_rows(batch).rows.tolist() == [1, 15, 0, 1]
     assert cache.extend([]).positions.tolist() == []
 
 
@@ -314,12 +300,15 @@ def test_a_part_of_a_batch_is_padded_with_rows_that_write_nothing():
     for sequence in (0, 1):
         cache.open(sequence)
     batch = cache.extend([Rows(0, 0, 5, False), Rows(1, 0, 4, False)])
-    part = cache.sub_batch(batch, 3, 8, 8)
+    part = cache.part(batch, 3, 8, 8)
     assert part.positions.tolist() == [3, 4, 0, 1, 2, 0, 0, 0]
-    assert part.records.tolist() == [0, 0, 1, 1, 1]
-    assert [(s.first, s.num_rows, s.length) for s in part.segments] == [(0, 2, 5), (2, 3, 3)]
+    assert full_rows(part).records.tolist() == [0, 0, 1, 1, 1]
+    assert [(s.first, s.num_rows, s.length) for s in full_rows(part).segments] == [
+        (0, 2, 5),
+        (2, 3, 3),
+    ]
     ones = torch.ones(8, 2, 64)
-    out = cache.append_and_attend(0, part, ones[..., :32], ones[..., :32], ones, 1.0, fixed=True)
+    out = cache.layers.attend(0, part, ones[..., :32], ones[..., :32], ones, 1.0, fixed=True)
     assert out[:, 0, 0].tolist()[5:] == [0.0, 0.0, 0.0]
     view = ops.layer_view(cache.arena, layouts(cache)[0])
     for side in (view.k, view.v):
@@ -340,8 +329,10 @@ def test_a_table_that_lost_a_record_is_found():
     cache = make()
     cache.open(3)
     cache.extend([Rows(3, 0, 20, False)])
-    cache._tables[3].records.pop()
-    with pytest.raises(InternalError, match="records in tables 1 != references 2"):
+    cache._tables[3].full.pop()
+    with pytest.raises(
+        InternalError, match=r"units in tables \(1, 0, 0\) != references \(2, 0, 0\)"
+    ):
         cache.check()
 
 
@@ -350,8 +341,10 @@ def test_records_on_the_wrong_table_are_found():
     for sequence in (3, 4):
         cache.open(sequence)
         cache.extend([Rows(sequence, 0, 20, False)])
-    cache._tables[3].records.append(cache._tables[4].records.pop())
-    with pytest.raises(InternalError, match="sequence 3: 3 records for 20 rows, sizing says 2"):
+    cache._tables[3].full.append(cache._tables[4].full.pop())
+    with pytest.raises(
+        InternalError, match=r"sequence 3: units \(3, 0, 0\) for 20 rows, sizing says \(2, 0, 0\)"
+    ):
         cache.check()
 
 
@@ -382,7 +375,7 @@ def test_attention_is_the_causal_softmax_of_the_stored_rows(
     for entries in ([(0, 0, 9)], [(0, 9, 3), (1, 0, 13)], [(1, 13, 1), (0, 12, 1)]):
         batch, ((query, _, _, out),) = step(cache, entries, generator, dtype, group, fixed)
         assert out.dtype is dtype
-        for segment in batch.segments:
+        for segment in full_rows(batch).segments:
             rows = slice(segment.first, segment.first + segment.num_rows)
             key, value = stored(cache, 0, segment)
             expected = attend_oracle(query[rows], key, value, 0.2)
@@ -405,7 +398,7 @@ def rotated_attention_error(pair, fixed=False):
         cache.open(sequence)
     for entries in ([(0, 0, 9)], [(0, 9, 8), (1, 0, 13)], [(1, 13, 1), (0, 17, 1)]):
         batch, ((query, _, _, out),) = step(cache, entries, generator, group=3, fixed=fixed)
-        for segment in batch.segments:
+        for segment in full_rows(batch).segments:
             rows = slice(segment.first, segment.first + segment.num_rows)
             key, value = (
                 rotate_tensor(held, inverse=True) if side.rotated else held
@@ -430,7 +423,7 @@ def test_a_record_keeps_the_exponents_of_its_first_row():
     def write(start, count, sizes):
         batch = cache.extend([Rows(0, start, count, False)])
         rows = torch.ones(count, 2, 64) * torch.tensor(sizes)[:, None]
-        cache.append_and_attend(0, batch, rows, rows, rows, 1.0, fixed=False)
+        cache.layers.attend(0, batch, rows, rows, rows, 1.0, fixed=False)
         return [side.exponents[:2, :, 0, 0].tolist() for side in (view.k, view.v)]
 
     # K is rotated before its exponents are chosen: only the ratio of its heads is plain to see.
@@ -445,12 +438,12 @@ def test_a_record_keeps_the_exponents_of_its_first_row():
 
 def test_sequences_are_unpacked_in_groups_of_bounded_size(monkeypatch):
     def outputs(rows_at_a_time):
-        monkeypatch.setattr(kv, "GATHER_ROWS", rows_at_a_time)
+        monkeypatch.setattr(batch_module, "GATHER_ROWS", rows_at_a_time)
         cache, generator = make(pair="q8_0:q5_1"), torch.Generator().manual_seed(2)
         for sequence in range(4):
             cache.open(sequence)
         batch, made = step(cache, [(0, 0, 40), (1, 0, 3), (2, 0, 17), (3, 0, 1)], generator)
-        return [g.starts for g in batch.gathers], [out for *_, out in made]
+        return [g.starts for g in full_rows(batch).gathers], [out for *_, out in made]
 
     starts, together = outputs(1000)
     assert starts == [(0, 48, 64, 96)]

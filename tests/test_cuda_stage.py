@@ -163,7 +163,7 @@ def walk(cache, *, padded=0):
         batch = cache.extend([Rows(*entry, False) for entry in entries])
         count = len(batch.positions)
         if padded:
-            batch = cache.sub_batch(batch, 0, count, padded)
+            batch = cache.part(batch, 0, count, padded)
         for layer in (0, 1):
             query, key, value = (
                 torch.randn(count, heads, SIZE, generator=generator)
@@ -173,7 +173,7 @@ def walk(cache, *, padded=0):
             query, key, value = (
                 torch.nn.functional.pad(part, rows).to(where) for part in (query, key, value)
             )
-            out = cache.append_and_attend(
+            out = cache.layers.attend(
                 layer, batch, query, key, value, SIZE**-0.5, fixed=bool(padded)
             )
             assert not out[count:].any()
@@ -189,7 +189,7 @@ def test_a_stage_cache_on_cuda_kernels_equals_the_torch_path(pair, on_kernels):
         found = walk(cache)
     torch_path = stage_cache(pair, None)
     expected = walk(torch_path)
-    assert cache.rows_unpacked == 0 < torch_path.rows_unpacked
+    assert cache.layers.rows_unpacked == 0 < torch_path.layers.rows_unpacked
     assert torch.equal(cache.arena.storage.cpu(), torch_path.arena.storage)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
@@ -209,7 +209,7 @@ def test_rows_are_gathered_by_the_kernels_too(pair, on_kernels):
         cache = stage_cache(pair, None, device)
         found = walk(cache)
         expected = walk(stage_cache(pair, CudaAttention(), device))
-    assert cache.rows_unpacked > 0
+    assert cache.layers.rows_unpacked > 0
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 

@@ -70,7 +70,7 @@ def make_cache(pair="fp8:fp8", attention=None, fp8_scales=UNIT_SCALES):
 
 
 def a_view(scales, layer=0):
-    return make_cache(fp8_scales=scales).views[layer]
+    return make_cache(fp8_scales=scales).layers.views[layer]
 
 
 def append(side, values, records=None):
@@ -132,7 +132,7 @@ def test_a_call_that_stores_nothing_leaves_calibration_to_the_next():
 
 
 def test_other_formats_are_never_calibrated():
-    view = make_cache("q8_0:fp8", fp8_scales=Fp8Scales(calibration_rows=2)).views[0]
+    view = make_cache("q8_0:fp8", fp8_scales=Fp8Scales(calibration_rows=2)).layers.views[0]
     rows = torch.full((1, HEADS, SIZE), 896.0)
     append(view.k, rows)
     append(view.v, rows)
@@ -153,7 +153,7 @@ def test_large_keys_are_clipped_at_a_scale_of_one_and_kept_when_calibrated(packe
         cache = make_cache(pair, attention, scales)
         cache.open(0)
         batch = cache.extend([Rows(0, 0, 20, sample=True)])
-        return cache.append_and_attend(1, batch, query, key, value, 0.2, fixed=False)
+        return cache.layers.attend(1, batch, query, key, value, 0.2, fixed=False)
 
     exact = attend("f32:f32", UNIT_SCALES)
     one, calibrated = (

@@ -543,9 +543,7 @@ def walk(cache, dtype=torch.float32, fixed=False, value_size=64, **options):
                 torch.randn(count, *shape, generator=generator).to(dtype) for shape in shapes
             )
             outputs.append(
-                cache.append_and_attend(
-                    layer, batch, query, key, value, 0.125, fixed=fixed, **options
-                )
+                cache.layers.attend(layer, batch, query, key, value, 0.125, fixed=fixed, **options)
             )
     cache.check()
     return outputs
@@ -557,10 +555,10 @@ def walk(cache, dtype=torch.float32, fixed=False, value_size=64, **options):
 def test_a_stage_cache_attends_in_place_and_unpacks_no_row(kernel, fixed, block, dtype, bound):
     cache = stage_cache(kernel, "q8_0:q5_1", block)
     found = walk(cache, dtype, fixed)
-    assert cache.rows_unpacked == 0
+    assert cache.layers.rows_unpacked == 0
     unpacking = stage_cache(None, "q8_0:q5_1", block)
     expected = walk(unpacking, dtype, fixed)
-    assert unpacking.rows_unpacked > 0
+    assert unpacking.layers.rows_unpacked > 0
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype is theirs.dtype
         assert (ours.double() - theirs.double()).abs().max() < bound
@@ -570,7 +568,7 @@ def test_a_stage_cache_attends_in_place_and_unpacks_no_row(kernel, fixed, block,
 def test_a_stage_cache_attends_to_rotated_and_scaled_records_where_they_lie(kernel, pair):
     cache = stage_cache(kernel, pair)
     found, expected = walk(cache), walk(stage_cache(None, pair))
-    assert cache.rows_unpacked == 0
+    assert cache.layers.rows_unpacked == 0
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() < 1e-5
 
@@ -591,6 +589,6 @@ def test_layers_the_kernel_does_not_serve_are_unpacked(kernel):
     found = walk(cache, value_size=72)
     expected = walk(stage_cache(None, "bf16:f32", value_size=72), value_size=72)
     # Layer 1 alone: 15 rows, then 21 and 13, then 14 and 22, in records of 16.
-    assert cache.rows_unpacked == 16 + 32 + 16 + 16 + 32
+    assert cache.layers.rows_unpacked == 16 + 32 + 16 + 16 + 32
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() < 1e-5

@@ -164,10 +164,10 @@ def grow(cache, sequence, count, seed):
     batch = cache.extend([Rows(sequence, start, count, sample=False)])
     generator = torch.Generator().manual_seed(seed)
     written = {}
-    for layer, view in cache.views.items():
+    for layer, view in cache.layers.views.items():
         written[layer] = tuple(torch.randn(count, HEADS, SIZE, generator=generator) for _ in "kv")
         for side, values in zip((view.k, view.v), written[layer], strict=True):
-            ops.append(side, batch.records, batch.rows, values)
+            ops.append(side, batch.full.records, batch.full.rows, values)
     return written
 
 
@@ -188,7 +188,7 @@ def filled(pair, **options):
 
 
 def stored(cache, sequence, layer):
-    view, length = cache.views[layer], cache.length(sequence)
+    view, length = cache.layers.views[layer], cache.length(sequence)
     return [
         ops.gather(side, cache.records(sequence), torch.float32)[:, :length]
         for side in (view.k, view.v)
@@ -208,7 +208,7 @@ def test_rows_in_ggml_order_are_what_gguf_packs_and_unpacks(pair):
     exported = export_rows(cache, 1, RowOrder.GGML)
     for layer, sides in exported.items():
         for side, given, rows, read in zip(
-            (cache.views[layer].k, cache.views[layer].v),
+            (cache.layers.views[layer].k, cache.layers.views[layer].v),
             sides,
             written[layer],
             stored(cache, 1, layer),
@@ -282,7 +282,7 @@ def test_ggml_order_does_not_know_the_size_of_a_record(block):
     outs = []
     for target in (cache, other):
         batch = target.extend([Rows(1, 11, 1, sample=True)])
-        outs.append(target.append_and_attend(1, batch, query, key, value, 0.1, fixed=True))
+        outs.append(target.layers.attend(1, batch, query, key, value, 0.1, fixed=True))
     assert torch.equal(*outs)
 
 
@@ -304,7 +304,7 @@ def test_fp8_rows_travel_with_their_scale():
     import_rows(waiting, 1, 11, exported, RowOrder.SECTIONS)
     assert all(map(torch.equal, stored(waiting, 1, 0), stored(cache, 1, 0)))
     grow(waiting, 1, 1, seed=3)
-    assert waiting.views[0].k.fp8.value == 2.0
+    assert waiting.layers.views[0].k.fp8.value == 2.0
     other = make_cache("fp8")
     other.open(1)
     with pytest.raises(ConfigError, match=r"layer 0 K comes with the fp8 scale 2\.0"):

@@ -12,7 +12,7 @@
 
 namespace memkv {
 
-constexpr int MAX_HEAD = 512;
+constexpr int MAX_HEAD = 576;
 constexpr int TILE_KEYS = 16;
 constexpr int TILE_ELEMENTS = TILE_KEYS * MAX_HEAD;
 

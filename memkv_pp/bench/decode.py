@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -40,6 +41,7 @@ _STEPS = 4
 _TEXT_ROWS = 256
 # bf16 sums in another order move logits by up to this share of their spread over rows that repeat.
 _AGREEMENT = 0.5
+_UNREAD = "suite decode: the model has layers that do not keep K and V of every row"
 
 
 def run(model: Path, *, rounds: int, contexts: Mapping[str, int] = CONTEXTS) -> Iterator[Row]:
@@ -82,19 +84,42 @@ def _read(model: Path) -> _Text:
     every = range(geometry.num_layers)
     stage = load_stage(model, layers=every, first=True, last=True, dtype=torch.bfloat16)
     tokens = load_tokenizer(model).encode(TEXT)[:_TEXT_ROWS]
-    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def attend(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        layers[layer] = key, value
-        return ops.attend(query, key.transpose(0, 1), value.transpose(0, 1), scale)
-
+    listener = _Listener()
     hidden = stage.embed(torch.tensor(tokens))
     rotary = stage.rotary(torch.arange(len(tokens)))
     for layer in every:
-        hidden = stage.run_layer(layer, hidden, rotary, attend)
-    return _Text(geometry=geometry, stage=stage, tokens=tokens, layers=layers)
+        hidden = stage.run_layer(layer, hidden, rotary, listener)
+    return _Text(geometry=geometry, stage=stage, tokens=tokens, layers=listener.layers)
+
+
+class _Listener:
+    """A ``StepCache`` of one text that keeps what every layer stores."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        scale: float,
+        *,
+        cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if key is None or value is None:
+            raise ConfigError(_UNREAD)
+        self.layers[layer] = key, value
+        key, value = key.transpose(0, 1), value.transpose(0, 1)
+        return ops.attend(query, key, value, scale, cap=cap, sinks_Q=sinks)
+
+    def convolve(self, layer: int, *_: object, **__: object) -> NoReturn:
+        raise ConfigError(_UNREAD)
+
+    def scan(self, layer: int, *_: object, **__: object) -> NoReturn:
+        raise ConfigError(_UNREAD)
 
 
 class _Decoder:
@@ -133,14 +158,14 @@ class _Decoder:
         self._cache.open(0)
         batch = self._cache.extend([Rows(0, 0, self._length, sample=False)])
         # Rows of no segment are stored and not attended.
-        batch = replace(batch, segments=(), gathers=(), table=segment_table([], 1))
+        assert batch.full is not None
+        nobody = replace(batch.full, segments=(), gathers=(), table=segment_table([], 1))
+        batch = replace(batch, full=nobody)
         at = torch.arange(self._length) % len(self._text.tokens)
         for layer, (key, value) in self._text.layers.items():
-            shape = self._text.stage.attention(layer)
-            query = key.new_zeros(self._length, shape.query_heads, shape.key_head_size)
-            self._cache.append_and_attend(
-                layer, batch, query, key[at], value[at], shape.scale, fixed=False
-            )
+            own = self._text.geometry.layers[layer]
+            query = key.new_zeros(self._length, own.query_heads, own.key_head_size)
+            self._cache.layers.attend(layer, batch, query, key[at], value[at], 1.0, fixed=False)
 
 
 class _Contender:

@@ -6,10 +6,12 @@
     0                ^ window_offset    ^ state_offset   ^ allocated_bytes
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from memkv_pp.cache.device import Device
-from memkv_pp.errors import InternalError
+from memkv_pp.errors import InternalError, OutOfRecords
 from memkv_pp.pools import Pool
 from memkv_pp.records import Part
 from memkv_pp.sizing import Footprint, StageSizing
@@ -29,6 +31,7 @@ class Arena:
         self.full = Pool(units.full_records, "full records", record_history=record_history)
         self.window = Pool(units.window_records, "window records", record_history=record_history)
         self.state = Pool(units.state_slots, "state slots", record_history=record_history)
+        self._pools = (self.full, self.window, self.state)
 
     @property
     def allocated_bytes(self) -> int:
@@ -57,9 +60,38 @@ class Arena:
         offset = base + part.offset if records else 0
         return self.storage.as_strided(shape, strides, offset)
 
+    def state_slots(self) -> torch.Tensor:
+        """uint8 [state slots, slot bytes]: a view of every slot."""
+        shape = (self.units.state_slots, self.sizing.slot_bytes)
+        offset = self._state_offset if self.units.state_slots else 0
+        return self.storage.as_strided(shape, (self.sizing.slot_bytes, 1), offset)
+
+    def take(self, units: Footprint, caller: str) -> tuple[list[int], list[int], list[int]]:
+        """Ids of so many units of each pool; OutOfRecords, and nothing taken, if one is short."""
+        taken: list[list[int]] = []
+        try:
+            for pool, count in zip(self._pools, units, strict=True):
+                taken.append(pool.allocate(count, caller))
+        except OutOfRecords:
+            for pool, ids in zip(self._pools, taken, strict=False):
+                pool.release(ids, caller)
+            raise
+        return taken[0], taken[1], taken[2]
+
+    def give_back(
+        self, full: Sequence[int], window: Sequence[int], states: Sequence[int], caller: str
+    ) -> None:
+        """One owner less for each unit."""
+        for pool, ids in zip(self._pools, (full, window, states), strict=True):
+            pool.release(ids, caller)
+
+    def references(self) -> Footprint:
+        """Owners of all units, by pool."""
+        return Footprint(*(pool.statistics().references for pool in self._pools))
+
     def used(self) -> Footprint:
         """Units in use, by pool."""
-        return Footprint(self.full.num_used, self.window.num_used, self.state.num_used)
+        return Footprint(*(pool.num_used for pool in self._pools))
 
     def release(self) -> None:
         """Give the memory back and forget every owner; may be called twice.
@@ -69,7 +101,7 @@ class Arena:
         if self._bytes is None:
             return
         first: InternalError | None = None
-        for pool in (self.full, self.window, self.state):
+        for pool in self._pools:
             try:
                 pool.check()
             except InternalError as error:
@@ -87,5 +119,5 @@ class Arena:
                 f"stage {self.sizing.stage}: sized {sized} == allocated {self.allocated_bytes}"
                 " does not hold"
             )
-        for pool in (self.full, self.window, self.state):
+        for pool in self._pools:
             pool.check()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from memkv_pp.cache.kv import StageCache
-from memkv_pp.cache.ops import SideView
+from memkv_pp.cache.ops import LayerView, SideView
 from memkv_pp.errors import ConfigError
 from memkv_pp.formats import Family, Format
 from memkv_pp.packing import fp8_reciprocal
@@ -36,10 +36,11 @@ def export_rows(
 ) -> dict[int, tuple[SideRows, SideRows]]:
     """(K, V) of every layer of the stage, by absolute layer; the cache does not change.
 
-    FormatError where a layer's format has no such order; InternalError for a closed sequence.
+    FormatError where a layer's format has no such order; ConfigError for a stage that keeps windows in
+    rings, latent rows or states; InternalError for a closed sequence.
     """
-    length, records = cache.length(sequence), cache.records(sequence)
-    for view in cache.views.values():
+    length, records, views = cache.length(sequence), cache.records(sequence), _views(cache)
+    for view in views.values():
         for side in (view.k, view.v):
             check_order(side.format, order)
     return {
@@ -47,7 +48,7 @@ def export_rows(
             _export_side(view.k, records, length, order),
             _export_side(view.v, records, length, order),
         )
-        for layer, view in cache.views.items()
+        for layer, view in views.items()
     }
 
 
@@ -66,24 +67,36 @@ def import_rows(
     ``export_rows``, ConfigError for layers, bytes or scales that do not fit, OutOfRecords,
     InternalError for a sequence that is closed or holds rows.
     """
-    if set(rows) != set(cache.views) or num_rows < 1:
+    views = _views(cache)
+    if set(rows) != set(views) or num_rows < 1:
         raise ConfigError(
             f"import of {num_rows} rows: layers {sorted(rows)} came, this stage holds"
-            f" {sorted(cache.views)}"
+            f" {sorted(views)}"
         )
     sides = [
         (f"layer {layer} {name}", side, given)
-        for layer, view in cache.views.items()
+        for layer, view in views.items()
         for name, side, given in zip("KV", (view.k, view.v), rows[layer], strict=True)
     ]
     for name, side, given in sides:
         check_order(side.format, order)
         _check_given(name, side, given, num_rows, order)
-    (segment,) = cache.extend([Rows(sequence, 0, num_rows, sample=False)]).segments
+    cache.extend([Rows(sequence, 0, num_rows, sample=False)])
+    records = cache.records(sequence)
     for _, side, given in sides:
         if side.format.family is Family.SCALED:
             side.fp8.fix(given.scale)
-        _import_side(side, segment.records, num_rows, given.data, order)
+        _import_side(side, records, num_rows, given.data, order)
+
+
+def _views(cache: StageCache) -> Mapping[int, LayerView]:
+    if not cache.layers.keeps_whole_rows:
+        raise ConfigError(
+            "rows of this stage cannot be handed over: it keeps windows in rings, latent rows or"
+            " states, which have no order of rows that another engine shares",
+            "for windows alone, --ring off keeps every row",
+        )
+    return cache.layers.views
 
 
 def _export_side(side: SideView, records: torch.Tensor, length: int, order: RowOrder) -> SideRows:

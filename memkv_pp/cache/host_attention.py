@@ -20,7 +20,7 @@ from memkv_pp.errors import InternalError
 from memkv_pp.packing import fp8_reciprocal
 from memkv_pp.small_floats import to_f32
 
-MAX_HEAD_SIZE = 512
+MAX_HEAD_SIZE = 576
 _LANES = 16
 _DONE, _NO_MEMORY = 0, 2
 

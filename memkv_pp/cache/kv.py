@@ -1,88 +1,31 @@
-"""The cache of one stage: which records a sequence holds, and rows in and out of them."""
+"""The cache of one stage: what every sequence holds of its three pools, and where new rows go."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 
-from memkv_pp.cache import ops
 from memkv_pp.cache.arena import Arena
-from memkv_pp.cache.attention import PackedAttention, SegmentTable, segment_table
+from memkv_pp.cache.attention import PackedAttention
+from memkv_pp.cache.batch import Batch, PoolRows, PoolShape, Segment, StateRows, pad_positions
 from memkv_pp.cache.device import Device
-from memkv_pp.errors import InternalError, ModelError
+from memkv_pp.cache.layers import Layers
+from memkv_pp.cache.recurrent_ops import span_table
+from memkv_pp.cache.tables import Ring, Table
+from memkv_pp.errors import ConfigError, InternalError, NotResident
 from memkv_pp.fp8_scales import UNIT_SCALES, Fp8Scales
-from memkv_pp.geometry import LayerKind, ModelGeometry
+from memkv_pp.geometry import ModelGeometry
 from memkv_pp.pools import Pool
-from memkv_pp.sizing import Footprint, StageSizing
+from memkv_pp.sizing import Footprint, Layout, StageSizing
 from memkv_pp.units import ceil_div
 from memkv_pp.wire import PoolBytes, Rows
 
-SERVED_KINDS = (LayerKind.FULL,)
-
-# Rows that are unpacked at a time: few calls for many short sequences, bounded memory for long ones.
-GATHER_ROWS = 8192
-
-
-@dataclass(slots=True)
-class _Table:
-    """One open sequence: its index in the device's lengths, its records in order, its rows.
-
-    ``on_device`` holds the same records, int64.
-    """
-
-    slot: int
-    records: list[int]
-    on_device: torch.Tensor
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows ``[first, first + num_rows)`` of a batch belong to one sequence, which then has ``length``."""
-
-    first: int
-    num_rows: int
-    length: int
-    records: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Segments whose cached rows are unpacked together.
-
-    ``records`` are those of all, one segment's after another's; ``starts`` says at which of the
-    unpacked rows each segment's begin.
-    """
-
-    records: torch.Tensor
-    segments: tuple[Segment, ...]
-    starts: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The rows of a step: position (int64 [T]), record and row in the record (int64 [W]) of each.
-
-    The last T - W rows are padding: they are at position 0 and write nothing. ``segments`` are in
-    the order of their rows. ``table`` has them for layers that are attended where they lie,
-    ``gathers`` each of them once, in that order, for layers that are unpacked first; a batch whose
-    cache has none of either kind leaves it out.
-    """
-
-    positions: torch.Tensor
-    records: torch.Tensor
-    rows: torch.Tensor
-    segments: tuple[Segment, ...]
-    gathers: tuple[Gather, ...]
-    table: SegmentTable | None
-
 
 class StageCache:
-    """Full-attention rows of a stage's layers, in records of the arena.
+    """Rows and states of a stage's layers, in the records and slots of its arena.
 
-    ``max_sequences`` bounds the open sequences. Layers that ``attention`` serves are attended where
-    they lie; without it, and on other layers, rows are unpacked before each step, and
-    ``rows_unpacked`` counts them. ``ModelError`` for a layer kind that is not served.
+    ``max_sequences`` bounds the open sequences. ``layers`` reads and writes what a batch says.
+    ConfigError for a flat layout whose ring would have to move rows.
     """
 
     def __init__(
@@ -96,32 +39,27 @@ class StageCache:
         attention: PackedAttention | None = None,
         fp8_scales: Fp8Scales = UNIT_SCALES,
     ) -> None:
-        for layer in range(sizing.lo, sizing.hi):
-            kind = geometry.layers[layer].kind
-            if kind not in SERVED_KINDS:
-                raise ModelError(
-                    f"layer {layer} of {geometry.name} is {kind.value}, which is sized and planned"
-                    " but not served yet",
-                    f"served kinds: {', '.join(kind.value for kind in SERVED_KINDS)}",
-                )
+        options = sizing.options
+        if options.layout is Layout.FLAT and sizing.window and sizing.ring_rows < options.flat_rows:
+            raise ConfigError(
+                f"--layout flat: a ring of {sizing.ring_rows} rows would be moved in a context of"
+                f" {options.flat_rows}",
+                "use --layout paged, or --ring off",
+            )
         self._device = device
         self._sizing = sizing
         self.arena = Arena(device, sizing, units)
-        self._views = {
-            layout.layer: ops.layer_view(self.arena, layout, fp8_scales)
-            for layout in (sizing.full.layers if sizing.full else ())
-        }
-        self._windows = {layer: geometry.layers[layer].window for layer in self._views}
-        self._attention = attention
-        self._in_place = frozenset(
-            layer
-            for layer, view in self._views.items()
-            if attention is not None and attention.serves(view.k) and attention.serves(view.v)
-        )
-        self.rows_unpacked = 0
+        self.layers = Layers(self.arena, geometry, sizing, attention, fp8_scales)
+        self._full = self.layers.shape(options.record_rows, in_window=False)
+        self._ring: Ring | None = None
+        self._window = self._full
+        if sizing.window is not None:
+            widest = max(geometry.layers[layout.layer].window for layout in sizing.window.layers)
+            self._ring = Ring(sizing.ring_rows, sizing.window.rows, widest)
+            self._window = self.layers.shape(sizing.window.rows, in_window=True)
         self._slots = Pool(max_sequences, "sequence slots")
         self._lengths = device.zeros(max_sequences, torch.int32)
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[int, Table] = {}
 
     @property
     def num_sequences(self) -> int:
@@ -133,13 +71,8 @@ class StageCache:
         return self._table(sequence).length
 
     def records(self, sequence: int) -> torch.Tensor:
-        """The records of an open sequence in order, int64."""
+        """The full records of an open sequence in order, int64."""
         return self._table(sequence).on_device
-
-    @property
-    def views(self) -> Mapping[int, ops.LayerView]:
-        """Where each layer's rows lie, by absolute layer; empty once released."""
-        return self._views
 
     def used_bytes(self) -> PoolBytes:
         """Bytes in use by pool."""
@@ -156,143 +89,114 @@ class StageCache:
             raise InternalError(f"sequence {sequence} is already open")
         (slot,) = self._slots.allocate(1, "open")
         self._device.set_i32(self._lengths, slot, 0)
-        self._tables[sequence] = _Table(
-            slot, [], torch.empty(0, dtype=torch.int64, device=self._device.torch_device), 0
-        )
+        self._tables[sequence] = Table(slot, self._int64([]))
 
     def close(self, sequence: int) -> None:
         """Give back all that the sequence holds; InternalError if it is not open."""
         table = self._table(sequence)
-        self.arena.full.release(table.records, "close")
+        self.arena.give_back(table.full, table.window, table.states, "close")
         self._slots.release([table.slot], "close")
         del self._tables[sequence]
 
     def extend(self, rows: Sequence[Rows]) -> Batch:
-        """Take records for the new rows of each sequence, and say where every row goes.
+        """Take units for the new rows of each sequence, and say where every row goes.
 
-        InternalError, with nothing taken, when a sequence is not as long as the plan says or comes
-        twice; OutOfRecords when the pool is empty, which the ledger rules out.
+        InternalError, with nothing taken, when a sequence is not as long as the plan says, comes
+        twice, or brings more rows than its ring keeps beside the window; OutOfRecords when a pool
+        is empty, which the ledger rules out.
         """
         if len({entry.sequence for entry in rows}) != len(rows):
             raise InternalError(f"a sequence comes twice in the rows {list(rows)}")
         for entry in rows:
-            table = self._table(entry.sequence)
-            if table.length != entry.start:
-                raise InternalError(
-                    f"sequence {entry.sequence} has {table.length} rows, the plan starts at"
-                    f" {entry.start}"
-                )
-        wanted = [self._records_wanted(entry) for entry in rows]
-        taken = self.arena.full.allocate(sum(wanted), "extend")
-        device, block = self._device.torch_device, self._sizing.options.record_rows
-        segments: list[Segment] = []
-        positions: list[int] = []
-        records: list[int] = []
-        at = 0
-        for entry, count in zip(rows, wanted, strict=True):
-            table = self._tables[entry.sequence]
-            if count:
-                table.records += taken[at : at + count]
-                table.on_device = torch.tensor(table.records, device=device)
-                at += count
-            table.length = entry.start + entry.num_rows
-            self._device.set_i32(self._lengths, table.slot, table.length)
-            segments.append(Segment(len(positions), entry.num_rows, table.length, table.on_device))
-            new = range(entry.start, table.length)
-            positions.extend(new)
-            records.extend(table.records[position // block] for position in new)
-        columns = torch.tensor([positions, records], dtype=torch.int64, device=device)
-        return Batch(
-            columns[0],
-            columns[1],
-            columns[0] % block,
-            tuple(segments),
-            self._gathers(segments),
-            self._table_of(segments),
-        )
-
-    def sub_batch(self, batch: Batch, first: int, last: int, padded: int) -> Batch:
-        """Rows ``[first, last)`` of ``batch``, padded to ``padded`` rows that write nothing."""
-        segments: list[Segment] = []
-        for segment in batch.segments:
-            low = max(segment.first, first)
-            high = min(segment.first + segment.num_rows, last)
-            if low < high:
-                length = segment.length - (segment.first + segment.num_rows - high)
-                segments.append(Segment(low - first, high - low, length, segment.records))
-        positions = batch.positions[first:last]
-        return Batch(
-            torch.nn.functional.pad(positions, (0, padded - len(positions))),
-            batch.records[first:last],
-            batch.rows[first:last],
-            tuple(segments),
-            self._gathers(segments),
-            self._table_of(segments),
-        )
-
-    def append_and_attend(
-        self,
-        layer: int,
-        batch: Batch,
-        query_THD: torch.Tensor,
-        key_THD: torch.Tensor,
-        value_THD: torch.Tensor,
-        scale: float,
-        *,
-        fixed: bool,
-        cap: float = 0.0,
-        sinks_Q: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Store the batch's rows of ``layer`` and attend: [T, query heads, D of V].
-
-        ``fixed`` makes every row bit-identical in any company (``ops.attend_fixed``); in place it
-        always is. ``cap`` and ``sinks_Q`` are those of ``ops.attend``, and so is the layer's
-        window. Rows of no segment come out as zeros.
-        """
-        view = self._views[layer]
-        written = len(batch.records)
-        ops.append(view.k, batch.records, batch.rows, key_THD[:written])
-        ops.append(view.v, batch.records, batch.rows, value_THD[:written])
-        window = self._windows[layer]
-        query_THD = ops.rotate_query(view.k, query_THD)
-        if layer in self._in_place:
-            assert self._attention is not None
-            assert batch.table is not None
-            out = self._attention.attend(
-                view.k,
-                view.v,
-                query_THD,
-                batch.table,
-                scale,
-                threads=torch.get_num_threads(),
-                window=window,
-                cap=cap,
-                sinks_Q=sinks_Q,
+            self._check_rows(entry)
+        wanted = [
+            self._sizing.footprint(entry.start + entry.num_rows).minus(
+                self._tables[entry.sequence].held()
             )
-            return ops.unrotate_output(view.v, out)
-        out = query_THD.new_zeros(*query_THD.shape[:2], view.v.head_size)
-        attend = ops.attend_fixed if fixed else ops.attend
-        for gather in batch.gathers:
-            key_HLD = ops.gather(view.k, gather.records, query_THD.dtype)
-            value_HLD = ops.gather(view.v, gather.records, query_THD.dtype)
-            self.rows_unpacked += key_HLD.shape[1]
-            for segment, start in zip(gather.segments, gather.starts, strict=True):
-                rows = slice(segment.first, segment.first + segment.num_rows)
-                held = slice(start, start + segment.length)
-                out[rows] = attend(
-                    query_THD[rows],
-                    key_HLD[:, held],
-                    value_HLD[:, held],
-                    scale,
-                    window=window,
-                    cap=cap,
-                    sinks_Q=sinks_Q,
-                )
-        return ops.unrotate_output(view.v, out)
+            for entry in rows
+        ]
+        total = Footprint()
+        for units in wanted:
+            total = total.plus(units)
+        full, window, states = self.arena.take(total, "extend")
+        for entry, units in zip(rows, wanted, strict=True):
+            table = self._tables[entry.sequence]
+            if units.full_records:
+                table.full += _first(full, units.full_records)
+                table.on_device = self._int64(table.full)
+            table.window += _first(window, units.window_records)
+            table.states += _first(states, units.state_slots)
+            if units.state_slots:
+                self.layers.clear_states(table.states)
+            self._set_length(table, entry.start + entry.num_rows)
+        return self._batch(rows)
+
+    def idle(self, num_rows: int) -> Batch:
+        """Rows that are stored nowhere and see no key."""
+        rows = self._int64([0] * num_rows)
+        segment = Segment(0, num_rows, 0, 0, rows[:0])
+        full = window = states = None
+        if self._sizing.full is not None:
+            full = self._full.rows(rows - 1, rows, [segment])
+        if self._ring is not None:
+            window = self._window.rows(rows - 1, rows, [segment])
+        if self._sizing.state is not None:
+            states = self._state_rows(())
+        return Batch(rows, num_rows, full, window, states)
+
+    def part(self, batch: Batch, first: int, last: int, padded: int) -> Batch:
+        """Rows ``[first, last)`` of ``batch``, padded to ``padded`` rows that write nothing.
+
+        State slots are those of now: take a part when the parts before it have run.
+        """
+        full, window = batch.full, batch.window
+        return Batch(
+            pad_positions(batch.positions[first:last], padded),
+            last - first,
+            None if full is None else self._full.part(full, first, last),
+            None if window is None else self._window.part(window, first, last),
+            None if batch.states is None else self._state_rows(batch.states.clipped(first, last)),
+        )
+
+    def advance(self, batch: Batch) -> None:
+        """Make the states that the layers wrote for ``batch`` the current ones of its sequences."""
+        if batch.states is not None:
+            for sequence, _, _ in batch.states.segments:
+                self._tables[sequence].states.reverse()
+
+    def can_rewind_to(self, sequence: int, length: int) -> bool:
+        """Whether the rows from ``length`` on can be taken back, and the rest used as before.
+
+        False where the window before ``length`` was overwritten, and where a recurrent layer
+        would have to go back.
+        """
+        table = self._table(sequence)
+        if not 0 <= length <= table.length:
+            return False
+        if length == table.length:
+            return True
+        return not table.states and (self._ring is None or self._ring.can_rewind_to(table, length))
+
+    def rewind(self, sequence: int, length: int) -> None:
+        """Take the rows from ``length`` on back; NotResident, with nothing changed, if refused."""
+        table = self._table(sequence)
+        if not self.can_rewind_to(sequence, length):
+            raise NotResident(
+                f"sequence {sequence} of {table.length} rows cannot go back to {length}: rows from"
+                f" {table.first_resident} on are resident"
+                + (", and recurrent layers do not go back" if table.states else "")
+            )
+        keep = self._sizing.footprint(length)
+        self.arena.give_back(
+            table.full[keep.full_records :], table.window[keep.window_records :], [], "rewind"
+        )
+        del table.full[keep.full_records :], table.window[keep.window_records :]
+        table.on_device = self._int64(table.full)
+        self._set_length(table, length)
 
     def release(self) -> None:
         """Give the arena back; may be called twice."""
-        self._views.clear()
+        self.layers.release()
         self._tables.clear()
         self._slots.release_all()
         self.arena.release()
@@ -301,11 +205,14 @@ class StageCache:
         """Raise InternalError unless tables, lengths and pools agree."""
         self.arena.check()
         self._slots.check()
-        held = [record for table in self._tables.values() for record in table.records]
-        if len(held) != self.arena.full.statistics().references:
+        held = Footprint()
+        for table in self._tables.values():
+            held = held.plus(table.held())
+        references = self.arena.references()
+        if held != references:
             raise InternalError(
-                f"stage {self._sizing.stage}: records in tables {len(held)} != references"
-                f" {self.arena.full.statistics().references}"
+                f"stage {self._sizing.stage}: units in tables {tuple(held)} != references"
+                f" {tuple(references)}"
             )
         lengths = self._lengths.tolist()
         for sequence, table in self._tables.items():
@@ -314,47 +221,92 @@ class StageCache:
                     f"sequence {sequence}: device length {lengths[table.slot]} != host length"
                     f" {table.length}"
                 )
-            needed = self._sizing.footprint(table.length).full_records
-            if len(table.records) != needed:
+            needed = self._sizing.footprint(table.length)
+            if table.held() != needed:
                 raise InternalError(
-                    f"sequence {sequence}: {len(table.records)} records for {table.length} rows,"
-                    f" sizing says {needed}"
+                    f"sequence {sequence}: units {tuple(table.held())} for {table.length} rows,"
+                    f" sizing says {tuple(needed)}"
                 )
 
-    def _table(self, sequence: int) -> _Table:
+    def _table(self, sequence: int) -> Table:
         table = self._tables.get(sequence)
         if table is None:
             raise InternalError(f"sequence {sequence} is not open")
         return table
 
-    def _records_wanted(self, entry: Rows) -> int:
-        after = self._sizing.footprint(entry.start + entry.num_rows).full_records
-        return after - len(self._tables[entry.sequence].records)
+    def _set_length(self, table: Table, length: int) -> None:
+        if self._ring is not None:
+            table.first_resident = self._ring.first_resident(table, length)
+        table.length = length
+        self._device.set_i32(self._lengths, table.slot, length)
 
-    def _table_of(self, segments: Sequence[Segment]) -> SegmentTable | None:
-        if not self._in_place:
-            return None
-        entries = [(s.first, s.num_rows, s.length, s.records) for s in segments]
-        return segment_table(entries, self._sizing.options.record_rows)
+    def _check_rows(self, entry: Rows) -> None:
+        table = self._table(entry.sequence)
+        if table.length != entry.start:
+            raise InternalError(
+                f"sequence {entry.sequence} has {table.length} rows, the plan starts at"
+                f" {entry.start}"
+            )
+        ring, end = self._ring, entry.start + entry.num_rows
+        if ring is not None and not ring.fits(table, entry.start, end):
+            raise InternalError(
+                f"sequence {entry.sequence}: rows [{entry.start}, {end}) would overwrite the window"
+                f" of {ring.window} before them in a ring of {ring.num_blocks * ring.block} rows"
+            )
 
-    def _gathers(self, segments: Sequence[Segment]) -> tuple[Gather, ...]:
-        if len(self._in_place) == len(self._views):
-            return ()
-        block = self._sizing.options.record_rows
-        gathers: list[Gather] = []
-        records: list[torch.Tensor] = []
-        starts: list[int] = []
-        first = at = 0
-        for index, segment in enumerate(segments):
-            used = segment.records[: ceil_div(segment.length, block)]
-            if records and at + len(used) * block > GATHER_ROWS:
-                gathers.append(
-                    Gather(torch.cat(records), tuple(segments[first:index]), tuple(starts))
+    def _batch(self, rows: Sequence[Rows]) -> Batch:
+        positions = [p for entry in rows for p in range(entry.start, entry.start + entry.num_rows)]
+        column = self._int64(positions)
+        full = window = states = None
+        if self._sizing.full is not None:
+            full = self._pool_rows(self._full, column, rows, None)
+        if self._ring is not None:
+            window = self._pool_rows(self._window, column, rows, self._ring)
+        if self._sizing.state is not None:
+            states = self._state_rows(
+                tuple(
+                    (entry.sequence, first, entry.num_rows)
+                    for entry, first in zip(rows, _firsts(rows), strict=True)
                 )
-                records, starts, first, at = [], [], index, 0
-            records.append(used)
-            starts.append(at)
-            at += len(used) * block
-        if records:
-            gathers.append(Gather(torch.cat(records), tuple(segments[first:]), tuple(starts)))
-        return tuple(gathers)
+            )
+        return Batch(column, len(positions), full, window, states)
+
+    def _pool_rows(
+        self, shape: PoolShape, positions: torch.Tensor, rows: Sequence[Rows], ring: Ring | None
+    ) -> PoolRows:
+        block = shape.record_rows
+        records: list[int] = []
+        segments: list[Segment] = []
+        for entry in rows:
+            table, end = self._tables[entry.sequence], entry.start + entry.num_rows
+            base, held, on_device = 0, table.full, table.on_device
+            if ring is not None:
+                base = max(entry.start - ring.window + 1, 0) // shape.view_rows * shape.view_rows
+                held = ring.records(table, base // block, ceil_div(end, block))
+                on_device = self._int64(held)
+            segments.append(Segment(len(records), entry.num_rows, end, base, on_device))
+            records.extend(held[(p - base) // block] for p in range(entry.start, end))
+        return shape.rows(self._int64(records), positions % block, segments)
+
+    def _state_rows(self, segments: tuple[tuple[int, int, int], ...]) -> StateRows:
+        """Each segment reads its sequence's current slot and writes the spare."""
+        spans: list[tuple[int, int, int, int]] = []
+        for sequence, first, num_rows in segments:
+            current, spare = self._tables[sequence].states
+            spans.append((first, num_rows, current, spare))
+        return StateRows(segments, span_table(spans))
+
+    def _int64(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device.torch_device)
+
+
+def _firsts(rows: Sequence[Rows]) -> Iterator[int]:
+    """The first row of each entry in the batch."""
+    return accumulate((entry.num_rows for entry in rows[:-1]), initial=0) if rows else iter(())
+
+
+def _first(units: list[int], count: int) -> list[int]:
+    """The first ``count``, taken off ``units``."""
+    taken = units[:count]
+    del units[:count]
+    return taken

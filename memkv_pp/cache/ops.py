@@ -50,23 +50,29 @@ class LayerView:
     v: SideView
 
 
-def layer_view(arena: Arena, layout: LayerLayout, fp8: Fp8Scales = UNIT_SCALES) -> LayerView:
-    """Views of ``layout``'s parts in every full record; ``fp8`` says the scales of all layers."""
+def layer_view(
+    arena: Arena, layout: LayerLayout, fp8: Fp8Scales = UNIT_SCALES, *, in_window: bool = False
+) -> LayerView:
+    """Views of ``layout``'s parts in every full record, or in every window record.
+
+    Without a V side, K's is both. ``fp8`` says the scales of all layers.
+    """
+    part = arena.window_part if in_window else arena.full_part
 
     def side(side: Side, scale: float) -> SideView:
         rows = fp8.calibration_rows if side.format.family is Family.SCALED else 0
         return SideView(
             side.format,
             side.head_size,
-            arena.full_part(side.codes),
-            arena.full_part(side.scales),
-            arena.full_part(side.exponents),
+            part(side.codes),
+            part(side.scales),
+            part(side.exponents),
             Fp8Scale(scale, rows),
         )
 
-    assert layout.v is not None
     k_scale, v_scale = fp8.of_layer(layout.layer)
-    return LayerView(side(layout.k, k_scale), side(layout.v, v_scale))
+    k = side(layout.k, k_scale)
+    return LayerView(k, k if layout.v is None else side(layout.v, v_scale))
 
 
 def append(

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import (
     AutoConfig,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -20,19 +21,38 @@ from memkv_pp.errors import ModelError
 from memkv_pp.model.gguf_header import GGUFHeader, read_header
 from memkv_pp.model.kv_scales import quantises_only_the_cache
 
-_CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {
+SERVED_FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_next",
+    "qwen3_5",
+    "gemma3",
+    "gemma4",
+    "gpt_oss",
+    "lfm2",
+    "deepseek_v3",
+)
+"""The families that have an adapter; a GGUF architecture has its family's name."""
+
+_GGUF_CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "gemma3": Gemma3TextConfig,
 }
-SERVED_FAMILIES = tuple(_CONFIG_CLASSES)
-"""The families that have an adapter; a GGUF architecture has its family's name."""
+
+# Gemma 3 with so many layers divides its queries by hidden size over heads, all others by the size
+# of a head; no key says so (llama.cpp, llama_model::load_hparams).
+_GEMMA3_27B_LAYERS = 62
+_GEMMA3_LOCAL_THETA = 10000.0
+_GEMMA3_INTERVAL = 6
 
 _NOT_SERVED = (
     "expert_count",
     "attention.scale",
-    "attention.sliding_window",
     "embedding_scale",
     "residual_scale",
     "logit_scale",
@@ -57,8 +77,9 @@ def model_config(path: Path) -> PreTrainedConfig:
             config = AutoConfig.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"{path}: config.json cannot be read: {error}") from error
-        check_family(config.model_type, path)
         quantization = getattr(config, "quantization_config", None)
+        config = config.get_text_config()
+        check_family(family_of(config), path)
         if quantization is not None and not quantises_only_the_cache(quantization):
             raise ModelError(
                 f"{path}: config.json states quantization_config: quantised matrix products are"
@@ -68,16 +89,24 @@ def model_config(path: Path) -> PreTrainedConfig:
         return config
     header = read_header(path)
     family = str(header.metadata.get("general.architecture"))
-    check_family(family, path)
+    check_family(family, path, served=tuple(_GGUF_CONFIGS))
     return _GGUFMetadata(path, header, family).config()
 
 
-def check_family(family: str, path: Path) -> None:
+def family_of(config: PreTrainedConfig) -> str:
+    """The family of a text model's configuration, as geometries name it."""
+    return config.model_type.removesuffix("_text")
+
+
+def check_family(family: str, path: Path, *, served: tuple[str, ...] = SERVED_FAMILIES) -> None:
     """Raise ModelError naming the family and the ones served, unless it is one of them."""
-    if family not in SERVED_FAMILIES:
+    if family not in served:
+        known = family in SERVED_FAMILIES
         raise ModelError(
-            f"{path}: there is no adapter for the family {family[:64]!r}",
-            f"families served: {', '.join(SERVED_FAMILIES)}",
+            f"{path}: the family {family[:64]!r} is served from Hugging Face folders alone"
+            if known
+            else f"{path}: there is no adapter for the family {family[:64]!r}",
+            f"families served: {', '.join(served)}",
         )
 
 
@@ -91,7 +120,8 @@ class _GGUFMetadata:
         self._shapes = {info.name: info.shape for info in header.tensors}
 
     def config(self) -> PreTrainedConfig:
-        for key in _NOT_SERVED:
+        windows = () if self._family == "gemma3" else ("attention.sliding_window",)
+        for key in (*_NOT_SERVED, *windows):
             if self._optional(key) not in _NEUTRAL:
                 raise self._refusal(key, "it is not served")
         heads = self._integer("attention.head_count")
@@ -119,10 +149,37 @@ class _GGUFMetadata:
             fields["attention_bias"] = "blk.0.attn_q.bias" in self._shapes
         if self._family == "llama":
             fields["mlp_bias"] = "blk.0.ffn_gate.bias" in self._shapes
+        if self._family == "gemma3":
+            fields |= self._gemma3(fields)
         try:
-            return _CONFIG_CLASSES[self._family](**fields)
+            return _GGUF_CONFIGS[self._family](**fields)
         except (TypeError, ValueError) as error:
             raise ModelError(f"{self._path}: the metadata describes no model: {error}") from error
+
+    def _gemma3(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """What Gemma 3 has beyond the others; ``fields`` are what it shares with them."""
+        layers, interval = fields["num_hidden_layers"], _GEMMA3_INTERVAL
+        if self._optional("attention.sliding_window_pattern") is not None:
+            interval = self._integer("attention.sliding_window_pattern")
+        scalar = fields["head_dim"]
+        if layers == _GEMMA3_27B_LAYERS:
+            scalar = fields["hidden_size"] // fields["num_attention_heads"]
+        local = self._number("rope.freq_base_swa", _GEMMA3_LOCAL_THETA)
+        cap = self._optional("final_logit_softcapping")
+        return {
+            "sliding_window": self._integer("attention.sliding_window"),
+            "layer_types": [
+                "full_attention" if (index + 1) % interval == 0 else "sliding_attention"
+                for index in range(layers)
+            ],
+            "rope_parameters": {
+                "full_attention": fields["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            },
+            "query_pre_attn_scalar": scalar,
+            "final_logit_softcapping": None if cap is None else float(cap),
+            "attn_logit_softcapping": None,
+        }
 
     def _rope_parameters(self) -> dict[str, Any]:
         parameters: dict[str, Any] = {

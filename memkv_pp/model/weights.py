@@ -46,6 +46,14 @@ GGUF_LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Gemma 3 has norms before and after both halves of a layer, and names them its own way.
+_GEMMA3_LAYER_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# llama.cpp's converter stores this architecture's norms as what they multiply by: the weight and 1.
+_NORMS_PLUS_ONE = ("gemma3",)
 _GGUF_LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 
 # llama.cpp's converter stores these architectures' query and key rows in interleaved pairs.
@@ -72,8 +80,12 @@ def open_weights(path: Path) -> WeightSource:
     return SafetensorsWeights(path) if path.is_dir() else GGUFWeights(path)
 
 
+# Where checkpoints of models that also see keep their text model, newest first.
+_TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+
+
 class GGUFWeights:
-    """The tensors of one GGUF file of the Llama, Mistral, Qwen2 or Qwen3 architecture.
+    """The tensors of one GGUF file of the Llama, Mistral, Qwen2, Qwen3 or Gemma 3 architecture.
 
     The file stays mapped; after each tensor its pages leave this process's resident set. Raises
     ModelError on opening for a split file and for a tensor that none of these families has.
@@ -91,7 +103,11 @@ class GGUFWeights:
         architecture = metadata.get("general.architecture")
         self._path = path
         self._data_offset = header.data_offset
-        self._infos = {_hugging_face_name(info.name, path): info for info in header.tensors}
+        modules = gguf_layer_names(str(architecture))
+        self._infos = {
+            _hugging_face_name(info.name, path, modules): info for info in header.tensors
+        }
+        self._norm_offset = 1.0 if architecture in _NORMS_PLUS_ONE else 0.0
         self._heads: dict[str, int] = {}
         if architecture in INTERLEAVED_ARCHITECTURES:
             heads = metadata.get(f"{architecture}.attention.head_count")
@@ -114,8 +130,10 @@ class GGUFWeights:
         info = self._infos.get(name)
         if info is None:
             raise ModelError(f"{self._path}: the file has no tensor for {name}")
-        tensor = self._dequantised(info, name, dtype)
         module = name.removesuffix(".weight").removesuffix(".bias").split(".", 3)[-1]
+        if self._norm_offset and module.endswith("norm"):
+            return (self._dequantised(info, name, torch.float32) - self._norm_offset).to(dtype)
+        tensor = self._dequantised(info, name, dtype)
         heads = self._heads.get(module)
         return tensor if heads is None else _rows_in_halves(tensor, heads)
 
@@ -172,6 +190,7 @@ class SafetensorsWeights:
             raise ModelError(
                 f"{folder}: neither model.safetensors nor model.safetensors.index.json is there"
             )
+        self._stored = {text_name(name): name for name in self._files}
         for shard in sorted(set(self._files.values())):
             if not shard.is_file():
                 raise ModelError(
@@ -180,16 +199,17 @@ class SafetensorsWeights:
 
     def names(self) -> Collection[str]:
         """See WeightSource."""
-        return self._files.keys()
+        return self._stored.keys()
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """See WeightSource."""
-        path = self._files.get(name)
-        if path is None:
+        stored_name = self._stored.get(name)
+        if stored_name is None:
             raise ModelError(f"{self._folder}: no safetensors file has a tensor {name}")
+        path = self._files[stored_name]
         with _opened(path) as file:
             try:
-                stored = file.get_tensor(name)
+                stored = file.get_tensor(stored_name)
             except SafetensorError as error:
                 raise ModelError(f"{path}: {name}: {error}") from error
             if stored.dtype not in _PLAIN_DTYPES:
@@ -198,6 +218,14 @@ class SafetensorsWeights:
                     "use a checkpoint in f32, f16 or bf16",
                 )
             return stored.to(dtype, copy=True)
+
+
+def text_name(name: str) -> str:
+    """The name of a text model's tensor, without the place a model that also sees gives it."""
+    for prefix, instead in _TEXT_PREFIXES:
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return name
 
 
 _PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -210,12 +238,18 @@ def _opened(path: Path) -> safe_open:
         raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
 
 
-def _hugging_face_name(name: str, path: Path) -> str:
+def gguf_layer_names(architecture: str) -> dict[str, str]:
+    """The modules of a layer by their GGUF names."""
+    own = _GEMMA3_LAYER_NAMES if architecture == "gemma3" else {}
+    return GGUF_LAYER_NAMES | own
+
+
+def _hugging_face_name(name: str, path: Path, modules: Mapping[str, str]) -> str:
     whole = GGUF_NAMES.get(name)
     if whole is not None:
         return whole
     match = _GGUF_LAYER.fullmatch(name)
-    module = GGUF_LAYER_NAMES.get(match.group(2)) if match else None
+    module = modules.get(match.group(2)) if match else None
     if match is None or module is None:
         raise ModelError(
             f"{path}: tensor {name[:128]!r} belongs to no layer of the families served",

@@ -7,8 +7,9 @@ order, each through all layers, so a row finds the earlier rows of its sequence 
 
 import torch
 
-from memkv_pp.cache.attention import segment_table
-from memkv_pp.cache.kv import Batch, StageCache
+from memkv_pp.cache.batch import Batch
+from memkv_pp.cache.kv import StageCache
+from memkv_pp.cache.layers import Layers
 from memkv_pp.cache.ops import FIXED_ROWS
 from memkv_pp.model.adapters.base import StageModel
 from memkv_pp.units import ceil_div
@@ -49,7 +50,7 @@ class Runner:
         out = torch.empty_like(hidden_TH)
         for first in range(0, len(hidden_TH), FIXED_ROWS):
             last = min(first + FIXED_ROWS, len(hidden_TH))
-            block = self._cache.sub_batch(batch, first, last, FIXED_ROWS)
+            block = self._cache.part(batch, first, last, FIXED_ROWS)
             out[first:last] = self._run_rows(block, _pad_rows(hidden_TH[first:last]))[
                 : last - first
             ]
@@ -72,21 +73,12 @@ class Runner:
         product over threads so that a row's bits depend on its place; no size tells.
         """
 
-        def values(
-            layer: int,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            scale: float,
-        ) -> torch.Tensor:
-            return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-
         model = self._model
         row = torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(0))
         hidden = row.to(model.device, model.dtype).repeat(FIXED_ROWS, 1)
         rotary = model.rotary(torch.full((FIXED_ROWS,), 7, device=model.device))
         for layer in self._layers:
-            hidden = model.run_layer(layer, hidden, rotary, values)
+            hidden = model.run_layer(layer, hidden, rotary, _NoCache())
             if not torch.equal(hidden, hidden[:1].expand_as(hidden)):
                 return f"layer {layer}"
         if head:
@@ -102,27 +94,105 @@ class Runner:
         """
         model, device = self._model, self._model.device
         for num_rows in _WARM_UP_ROWS:
-            ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
-            table = segment_table([(0, num_rows, 0, ids[:0])], record_rows=1)
             hidden = torch.zeros(num_rows, model.hidden_size, dtype=model.dtype, device=device)
-            self._run_rows(Batch(ids, ids - 1, ids, (), (), table), hidden)
+            self._run_rows(self._cache.idle(num_rows), hidden)
 
     def _run_rows(self, batch: Batch, hidden_TH: torch.Tensor) -> torch.Tensor:
-        def attend(
-            layer: int,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            scale: float,
-        ) -> torch.Tensor:
-            return self._cache.append_and_attend(
-                layer, batch, query, key, value, scale, fixed=self._deterministic
-            )
-
         rotary = self._model.rotary(batch.positions)
+        step = _BoundCache(self._cache.layers, batch, fixed=self._deterministic)
         for layer in self._layers:
-            hidden_TH = self._model.run_layer(layer, hidden_TH, rotary, attend)
+            hidden_TH = self._model.run_layer(layer, hidden_TH, rotary, step)
+        self._cache.advance(batch)
         return hidden_TH
+
+
+class _BoundCache:
+    """The cache's side of one batch: ``StepCache``."""
+
+    def __init__(self, layers: Layers, batch: Batch, *, fixed: bool) -> None:
+        self._layers = layers
+        self._batch = batch
+        self._fixed = fixed
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        scale: float,
+        *,
+        cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._layers.attend(
+            layer, self._batch, query, key, value, scale, fixed=self._fixed, cap=cap, sinks=sinks
+        )
+
+    def convolve(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        silu: bool,
+    ) -> torch.Tensor:
+        return self._layers.convolve(layer, self._batch, rows, weight, bias, silu=silu)
+
+    def scan(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        gate: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor:
+        return self._layers.scan(
+            layer, self._batch, query, key, value, gate, beta, fixed=self._fixed
+        )
+
+
+class _NoCache:
+    """A ``StepCache`` of nothing, that leaves every row to itself."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        scale: float,
+        *,
+        cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if value is None:
+            return query
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+    def convolve(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        silu: bool,
+    ) -> torch.Tensor:
+        return rows
+
+    def scan(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        gate: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor:
+        return value
 
 
 def _pad_rows(rows_TH: torch.Tensor) -> torch.Tensor:

@@ -186,6 +186,12 @@ class StageRuntime:
 
     def _check_deterministic(self) -> None:
         hidden, threads = self._model.hidden_size, self._config.threads
+        if self._model.has_experts:
+            raise ConfigError(
+                f"--deterministic: the experts of {self._model.family} compute the rows that chose"
+                " them together, so a row's products depend on its company",
+                "serve without it",
+            )
         if hidden % 32:
             raise ConfigError(
                 f"--deterministic: a hidden size of {hidden} is no multiple of 32",

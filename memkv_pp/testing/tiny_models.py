@@ -28,11 +28,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from memkv_pp.model.hf_config import check_family
 from memkv_pp.model.weights import (
-    GGUF_LAYER_NAMES,
     GGUF_NAMES,
     INTERLEAVED_ARCHITECTURES,
     ROPE_FACTORS,
+    gguf_layer_names,
 )
+from memkv_pp.testing.tiny_families import FAMILY_FIELDS, NORMS_ADD_ONE
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -87,9 +88,10 @@ def write_tiny_model(
     model = _model(folder, family, tiny)
     model.config.dtype = dtype
     model.config.save_pretrained(folder)
-    _save_weights(
-        folder, {n: p.detach().to(dtype) for n, p in model.named_parameters()}, num_shards
-    )
+    stored = model.state_dict()
+    if tiny.tied:
+        del stored["lm_head.weight"]
+    _save_weights(folder, {n: t.to(dtype) for n, t in stored.items()}, num_shards)
     _tokenizer(tiny).save_pretrained(folder)
     return folder
 
@@ -107,6 +109,8 @@ def write_tiny_gguf(folder: Path, family: str, *, kind: str = "f32", **shape: An
     writer = GGUFWriter(path, family)
     _add_metadata(writer, tiny)
     _add_rope(writer, model, tiny)
+    if family == "gemma3":
+        _add_gemma3(writer, model)
     _add_vocabulary(writer, tiny)
     for name, values in _gguf_tensors(model, family, tiny):
         stored = GGUF_KINDS[kind if values.ndim == 2 else "f32"]
@@ -135,15 +139,19 @@ def _model(folder: Path, family: str, tiny: TinyShape) -> PreTrainedModel:
         "bos_token_id": _special_id("<s>"),
         "eos_token_id": _special_id("</s>"),
     }
-    if family == "mistral":
-        fields["sliding_window"] = None
-    config = AutoConfig.for_model(family, **(fields | dict(tiny.overrides or {})))
+    fields |= FAMILY_FIELDS[family]
+    if "layer_types" in fields:
+        # The pattern is as long as the longest of these models.
+        fields["layer_types"] = fields["layer_types"][: tiny.layers]
+    config = AutoConfig.for_model(
+        fields.pop("model_type", family), **(fields | dict(tiny.overrides or {}))
+    )
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(tiny.seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(_scaled(name, noise, tiny.hidden))
+            parameter.copy_(_scaled(name, noise, family))
     return model
 
 
@@ -161,9 +169,12 @@ def _save_weights(folder: Path, weights: dict[str, torch.Tensor], num_shards: in
     (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
 
 
-def _scaled(name: str, noise: torch.Tensor, hidden: int) -> torch.Tensor:
+def _scaled(name: str, noise: torch.Tensor, family: str) -> torch.Tensor:
     if noise.ndim == 1:
-        return 0.1 * noise if name.endswith("bias") else 1 + 0.1 * noise
+        around = 0.0 if name.endswith(("bias", "A_log", "sinks")) else 1.0
+        if family in NORMS_ADD_ONE and name.endswith("norm.weight") and ".linear_attn." not in name:
+            around = 0.0
+        return around + 0.1 * noise
     if name.startswith("model.embed_tokens"):
         return noise
     spread = 3 if name.startswith("lm_head") else 1
@@ -212,6 +223,8 @@ def _add_metadata(writer: GGUFWriter, tiny: TinyShape) -> None:
 
 def _add_rope(writer: GGUFWriter, model: PreTrainedModel, tiny: TinyShape) -> None:
     rope = dict(tiny.rope or {})
+    if "full_attention" in model.config.rope_parameters:
+        rope = model.config.rope_parameters["full_attention"]
     kind = rope.get("rope_type", "default")
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     if kind in ("linear", "yarn"):
@@ -224,6 +237,15 @@ def _add_rope(writer: GGUFWriter, model: PreTrainedModel, tiny: TinyShape) -> No
         exponents = torch.arange(0, tiny.head_size, 2).float() / tiny.head_size
         factors = 1.0 / (rope["rope_theta"] ** exponents) / scaled
         writer.add_tensor(ROPE_FACTORS, factors.numpy())
+
+
+def _add_gemma3(writer: GGUFWriter, model: PreTrainedModel) -> None:
+    config = model.config
+    writer.add_sliding_window(config.sliding_window)
+    interval = config.layer_types.index("full_attention") + 1
+    writer.add_uint32("gemma3.attention.sliding_window_pattern", interval)
+    local = config.rope_parameters["sliding_attention"]["rope_theta"]
+    writer.add_float32("gemma3.rope.freq_base_swa", local)
 
 
 def _add_vocabulary(writer: GGUFWriter, tiny: TinyShape) -> None:
@@ -245,10 +267,12 @@ def _gguf_tensors(
     model: PreTrainedModel, family: str, tiny: TinyShape
 ) -> Iterator[tuple[str, np.ndarray]]:
     whole = {hugging_face: gguf for gguf, hugging_face in GGUF_NAMES.items()}
-    modules = {module: gguf for gguf, module in GGUF_LAYER_NAMES.items()}
+    modules = {module: gguf for gguf, module in gguf_layer_names(family).items()}
     heads = {"self_attn.q_proj": tiny.heads, "self_attn.k_proj": tiny.kv_heads}
     for name, parameter in model.named_parameters():
         values = parameter.detach().numpy()
+        if family == "gemma3" and values.ndim == 1:
+            values = values + 1
         if name in whole:
             yield whole[name], values
             continue

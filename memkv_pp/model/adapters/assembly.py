@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,15 +14,14 @@ from memkv_pp.model.kv_scales import SCALE_NAME
 from memkv_pp.model.weights import ROPE_FACTORS, WeightSource
 
 EMBEDDING = "model.embed_tokens.weight"
-NORM = "model.norm"
 HEAD = "lm_head.weight"
-
-# Frequencies of the other types depend on the longest sequence of a batch: a row's result would
-# depend on its company.
-_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 # Old checkpoints carry the frequencies, which the configuration states too.
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+# transformers holds all experts of a layer in one tensor; checkpoints have one for each.
+_EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.(gate_proj|up_proj|down_proj)\.weight")
 
 
 def assemble_stage(
@@ -55,15 +55,15 @@ def assemble_stage(
     norm = head = None
     if last:
         with torch.device("meta"):
-            norm = adapter.norm(config.hidden_size, config.rms_norm_eps)
-        norm = filler.fill(norm, NORM)
+            norm = adapter.norm(config)
+        norm = filler.fill(norm, adapter.norm_name)
         if not config.tie_word_embeddings:
             head = filler.tensor(HEAD, vocabulary)
         else:
             # A tied head shares the embedding of its own stage; alone it is a second copy.
             head = filler.tensor(EMBEDDING, vocabulary) if embedding is None else embedding
     return StageModel(
-        family=adapter.family,
+        adapter=adapter,
         config=config,
         layers=modules,
         rotary=_rotary(adapter, config, source, path, device),
@@ -77,19 +77,25 @@ def assemble_stage(
 
 def _check_served(adapter: Adapter, config: PreTrainedConfig, path: Path) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, adapter.window_knob, None) if adapter.window_knob else None
-    if window or kinds != {"full_attention"}:
-        asked = f"{adapter.window_knob} = {window}" if window else f"layer_types = {sorted(kinds)}"
+    if not kinds <= set(adapter.layer_types):
         raise ModelError(
-            f"{path}: {asked}: sliding_attention layers of the family {adapter.family} are not"
-            " served yet",
-            "layer kinds served: full_attention",
+            f"{path}: layer_types = {sorted(kinds)}: served of the family {adapter.family} are"
+            f" {', '.join(adapter.layer_types)}"
         )
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type not in _ROPE_TYPES:
-        raise ModelError(
-            f"{path}: rope_type {rope_type!r} is not served", f"served: {', '.join(_ROPE_TYPES)}"
-        )
+    if refusal := adapter.refusal(config):
+        raise ModelError(f"{path}: {refusal}: that is not served of the family {adapter.family}")
+    for rope in _rope_parameters(config):
+        if rope["rope_type"] not in adapter.rope_types:
+            raise ModelError(
+                f"{path}: rope_type {rope['rope_type']!r} is not served",
+                f"served: {', '.join(adapter.rope_types)}",
+            )
+
+
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of every kind of layer: one for all, or one by layer type."""
+    parameters = config.rope_parameters
+    return [parameters] if "rope_type" in parameters else list(parameters.values())
 
 
 def _rotary(
@@ -121,9 +127,10 @@ class _Filler:
 
     def fill(self, module: nn.Module, prefix: str) -> nn.Module:
         """Give ``module``, built on the meta device, the tensors named ``prefix.…``."""
-        shapes = {f"{prefix}.{name}": p.shape for name, p in module.named_parameters()}
+        shapes = {f"{prefix}.{name}": t.shape for name, t in module.state_dict().items()}
         for name in self._source.names():
-            known = name in shapes or _IGNORED.match(name) or SCALE_NAME.fullmatch(name)
+            known = name in shapes or _fused(name) in shapes
+            known = known or _IGNORED.match(name) or SCALE_NAME.fullmatch(name)
             if name.startswith(f"{prefix}.") and not known:
                 raise ModelError(
                     f"{self._path}: the configuration has no place for tensor {name}",
@@ -136,9 +143,37 @@ class _Filler:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor on the stage's device; ModelError unless it has ``shape``."""
-        tensor = self._source.tensor(name, self._dtype)
+        tensor = self._experts(name, shape)
+        if tensor is None:
+            tensor = self._source.tensor(name, self._dtype)
         _check_shape(self._path, name, tensor, shape)
         return tensor.to(self._device)
+
+    def _experts(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """A tensor of all experts from those of each, where the checkpoint has them apart."""
+        prefix, _, projection = name.rpartition(".experts.")
+        parts = _EXPERT_PARTS.get(projection)
+        if not parts or f"{prefix}.experts.0.{parts[0]}.weight" not in self._source.names():
+            return None
+        whole = torch.empty(shape, dtype=self._dtype)
+        for expert in range(shape[0]):
+            matrices = [
+                self._source.tensor(f"{prefix}.experts.{expert}.{part}.weight", self._dtype)
+                for part in parts
+            ]
+            found = torch.cat(matrices)
+            _check_shape(self._path, f"{prefix}.experts.{expert}", found, shape[1:])
+            whole[expert] = found
+        return whole
+
+
+def _fused(name: str) -> str:
+    """The tensor of all experts that an expert's own tensor is part of; else ``name``."""
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return name
+    whole = next(whole for whole, parts in _EXPERT_PARTS.items() if match.group(2) in parts)
+    return f"{match.group(1)}.{whole}"
 
 
 def _check_shape(path: Path, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -11,6 +11,6 @@ from memkv_pp.model.adapters.base import Adapter
 ADAPTER = Adapter(
     family="llama",
     decoder_layer=LlamaDecoderLayer,
-    norm=LlamaRMSNorm,
+    norm=lambda config: LlamaRMSNorm(config.hidden_size, config.rms_norm_eps),
     rotary=LlamaRotaryEmbedding,
 )

@@ -11,7 +11,7 @@ from memkv_pp.model.adapters.base import Adapter
 ADAPTER = Adapter(
     family="mistral",
     decoder_layer=MistralDecoderLayer,
-    norm=MistralRMSNorm,
+    norm=lambda config: MistralRMSNorm(config.hidden_size, config.rms_norm_eps),
     rotary=MistralRotaryEmbedding,
-    window_knob="sliding_window",
+    layer_types=("full_attention", "sliding_attention"),
 )

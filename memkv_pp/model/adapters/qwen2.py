@@ -11,7 +11,7 @@ from memkv_pp.model.adapters.base import Adapter
 ADAPTER = Adapter(
     family="qwen2",
     decoder_layer=Qwen2DecoderLayer,
-    norm=Qwen2RMSNorm,
+    norm=lambda config: Qwen2RMSNorm(config.hidden_size, config.rms_norm_eps),
     rotary=Qwen2RotaryEmbedding,
-    window_knob="use_sliding_window",
+    layer_types=("full_attention", "sliding_attention"),
 )

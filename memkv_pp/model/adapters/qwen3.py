@@ -11,7 +11,7 @@ from memkv_pp.model.adapters.base import Adapter
 ADAPTER = Adapter(
     family="qwen3",
     decoder_layer=Qwen3DecoderLayer,
-    norm=Qwen3RMSNorm,
+    norm=lambda config: Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps),
     rotary=Qwen3RotaryEmbedding,
-    window_knob="use_sliding_window",
+    layer_types=("full_attention", "sliding_attention"),
 )
