@@ -47,6 +47,14 @@ def host_codec(request):
 
 
 @pytest.fixture(scope="session")
+def gemma3() -> Path:
+    path = MODELS / "gemma-3-270m.Q4_K_M.gguf"
+    if not path.exists():
+        pytest.skip(f"{path} is absent: run `make model`")
+    return path
+
+
+@pytest.fixture(scope="session")
 def run_pipeline():
     """Callable: serve prompts of token ids on a model with knobs; the session's Report."""
     from memkv_pp.formats import parse_pair
