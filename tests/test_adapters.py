@@ -284,6 +284,17 @@ def test_an_unknown_family_is_refused_by_name_with_the_list(tmp_path):
         write_tiny_model(tmp_path, "granite")
 
 
+@pytest.mark.parametrize("architecture", ["gpt-oss", "qwen35", "lfm2"])
+def test_a_family_without_a_gguf_reader_is_refused_by_name(architecture, tmp_path):
+    file = tmp_path / "other.gguf"
+    writer = GGUFWriter(file, architecture)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"is served from Hugging Face folders alone.*gemma3"):
+        stages(file)
+
+
 @pytest.mark.parametrize(
     ("family", "overrides", "message"),
     [

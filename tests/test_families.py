@@ -10,7 +10,11 @@ from transformers.utils import logging
 
 from memkv_pp.cache import host_attention, host_kernels
 from memkv_pp.config import Backend
+from memkv_pp.formats import parse_pair
 from memkv_pp.model.adapters import ADAPTERS
+from memkv_pp.model.metadata import open_geometry
+from memkv_pp.plan.fences import Budget
+from memkv_pp.plan.planner import PlanRequest, plan_capacity
 from memkv_pp.sizing import CacheOptions
 from memkv_pp.testing.stages import Stages
 from memkv_pp.testing.tiny_models import write_tiny_model
@@ -179,6 +183,8 @@ def serve(run_pipeline, written, name, stages, backend):
         folder,
         [prompt.tolist() for prompt in prompts],
         max_new=6,
+        ctx=64,
+        sequences=6,
         options=OPTIONS,
         stages=len(cuts) - 1,
         fence=cuts,
@@ -186,8 +192,21 @@ def serve(run_pipeline, written, name, stages, backend):
         threads=1,
     )
     assert [completion.tokens for completion in report.completions] == greedy(folder, prompts, 6)
-    for stage, promised in zip(report.stages, report.promised_bytes, strict=True):
-        assert stage.allocated_bytes == promised > 0
+    geometry = open_geometry(folder)
+    plan = plan_capacity(
+        geometry,
+        (parse_pair("f32"),) * (geometry.num_layers + len(geometry.nextn_layers)),
+        PlanRequest(
+            budget=Budget(stage_bytes=(1 << 30,) * (len(cuts) - 1), cache_only=True),
+            options=OPTIONS,
+            fence=cuts,
+            ctx=64,
+            sequences=6,
+        ),
+    )
+    figures = zip(report.stages, report.promised_bytes, plan.stages, strict=True)
+    for stage, promised, planned in figures:
+        assert stage.allocated_bytes == promised == planned.context_bytes > 0
         assert stage.used_bytes == 0
 
 

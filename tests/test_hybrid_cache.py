@@ -9,7 +9,7 @@ import torch
 from memkv_pp.cache import host_attention, host_kernels
 from memkv_pp.cache.device import TorchDevice
 from memkv_pp.cache.kv import StageCache
-from memkv_pp.errors import ConfigError, InternalError, NotResident
+from memkv_pp.errors import ConfigError, InternalError, NotResident, OutOfRecords
 from memkv_pp.fence import explicit
 from memkv_pp.formats import parse_pair
 from memkv_pp.geometry import LayerGeometry, LayerKind, ModelGeometry
@@ -288,6 +288,15 @@ def test_formats_and_head_sizes_may_differ_by_layer(in_place):
     walk(walker, random.Random(4), 20, bound=1e-4)
 
 
+@pytest.mark.slow
+def test_latent_rows_of_a_real_size_are_attended_in_place():
+    walker = Walker(model_of(latent_layer(512, 64)), (0, 1), options_of(), attention=kernel(True))
+    sequence = walker.open()
+    for count in (32, 1, 5):
+        assert walker.step({sequence: count}) <= 1e-4
+    assert walker.stages[0].layers.rows_unpacked == 0
+
+
 def test_a_ring_keeps_its_records_while_a_full_layer_grows():
     walker = Walker(model_of(sliding_layer(1, 32, 24), full_layer(1, 32)), (0, 2), options_of())
     sequence, used = walker.open(), []
@@ -299,6 +308,41 @@ def test_a_ring_keeps_its_records_while_a_full_layer_grows():
     assert [u.window for u in used[3:]] == [used[2].window] * 5
     assert used[2].window == ring // 4 * walker.stages[0].arena.sizing.window_record_bytes
     assert all(b.full > a.full for a, b in itertools.pairwise(used))
+
+
+def test_a_step_lists_the_records_of_its_window_alone():
+    walker = Walker(model_of(sliding_layer(1, 32, 24)), (0, 1), options_of())
+    (stage,) = walker.stages
+    sequence = walker.open()
+    for _ in range(40):
+        batch = stage.extend([Rows(sequence, walker.lengths[sequence], 32, False)])
+        walker.lengths[sequence] += 32
+    assert batch.window is not None
+    (segment,) = batch.window.segments
+    assert (segment.length, segment.base) == (1280, 1024)
+    assert len(segment.records) == (1280 - 1024) // 4
+
+
+def test_a_pool_that_is_short_leaves_the_others_as_they_were():
+    model = model_of(sliding_layer(1, 32, 24), full_layer(1, 32), conv_layer(8, 3))
+    (sizing,) = size_fence(model, (parse_pair("f32"),) * 3, explicit((0, 3), 3), options_of())
+    for short, units in (("window records", (9, 1, 2)), ("state slots", (9, 9, 1))):
+        stage = StageCache(TorchDevice(), model, sizing, Footprint(*units), max_sequences=1)
+        stage.open(0)
+        with pytest.raises(OutOfRecords, match=short):
+            stage.extend([Rows(0, 0, 8, False)])
+        assert stage.used_bytes() == (0, 0, 0)
+        stage.check()
+
+
+def test_records_of_a_sequence_follow_it_back():
+    walker = Walker(model_of(full_layer(1, 32)), (0, 1), options_of())
+    (stage,) = walker.stages
+    sequence = walker.open()
+    walker.step({sequence: 14})
+    before = stage.records(sequence).tolist()
+    assert walker.rewind(sequence, 6)
+    assert stage.records(sequence).tolist() == before[:2]
 
 
 def test_rows_that_would_overrun_the_window_are_refused_and_nothing_is_taken():

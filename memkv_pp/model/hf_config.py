@@ -20,6 +20,7 @@ from transformers import (
 from memkv_pp.errors import ModelError
 from memkv_pp.model.gguf_header import GGUFHeader, read_header
 from memkv_pp.model.kv_scales import quantises_only_the_cache
+from memkv_pp.model.patterns import CANONICAL
 
 SERVED_FAMILIES = (
     "llama",
@@ -88,7 +89,8 @@ def model_config(path: Path) -> PreTrainedConfig:
             )
         return config
     header = read_header(path)
-    family = str(header.metadata.get("general.architecture"))
+    architecture = str(header.metadata.get("general.architecture"))
+    family = CANONICAL.get(architecture, architecture)
     check_family(family, path, served=tuple(_GGUF_CONFIGS))
     return _GGUFMetadata(path, header, family).config()
 
