@@ -6,14 +6,18 @@ import random
 import pytest
 import torch
 
-from memkv_pp.cache import host_attention, host_kernels
+from memkv_pp.cache import cuda_ops, host_attention, host_kernels
+from memkv_pp.cache.cuda_kernels import CudaKernels
+from memkv_pp.cache.cuda_recurrent import SCAN, conv_kernel, scan_kernel
 from memkv_pp.cache.device import TorchDevice
 from memkv_pp.cache.kv import StageCache
+from memkv_pp.cache.recurrent import CudaKernelRecurrent
 from memkv_pp.errors import ConfigError, InternalError, NotResident, OutOfRecords
 from memkv_pp.fence import explicit
 from memkv_pp.formats import parse_pair
 from memkv_pp.geometry import LayerGeometry, LayerKind, ModelGeometry
 from memkv_pp.sizing import CacheOptions, Footprint, Layout, size_fence
+from memkv_pp.testing.emulated import EmulatedLauncher
 from memkv_pp.testing.geometries import (
     full_layer,
     latent_layer,
@@ -276,6 +280,18 @@ def test_a_stage_without_full_layers_equals_the_oracle(model):
 
 
 @pytest.mark.slow
+def test_states_of_a_cuda_stage_equal_the_oracle_by_emulation(tmp_path):
+    kernels = {SCAN: [scan_kernel(torch.float32, 16), conv_kernel(torch.float32)]}
+    with cuda_ops.serving("cpu", CudaKernels(EmulatedLauncher(tmp_path, kernels))):
+        walker = Walker(STATES_ONLY, (0, 2), options_of())
+        (stage,) = walker.stages
+        assert isinstance(stage.layers.recurrent, CudaKernelRecurrent)
+        first, second = walker.open(), walker.open()
+        for counts, split in (({first: 17}, None), ({first: 3, second: 9}, 5), ({second: 1}, None)):
+            assert walker.step(counts, split) <= 2e-5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [True, False])
 def test_formats_and_head_sizes_may_differ_by_layer(in_place):
     model = model_of(
@@ -314,9 +330,9 @@ def test_a_step_lists_the_records_of_its_window_alone():
     walker = Walker(model_of(sliding_layer(1, 32, 24)), (0, 1), options_of())
     (stage,) = walker.stages
     sequence = walker.open()
-    for _ in range(40):
-        batch = stage.extend([Rows(sequence, walker.lengths[sequence], 32, False)])
-        walker.lengths[sequence] += 32
+    for start in range(0, 1248, 32):
+        stage.extend([Rows(sequence, start, 32, False)])
+    batch = stage.extend([Rows(sequence, 1248, 32, False)])
     assert batch.window is not None
     (segment,) = batch.window.segments
     assert (segment.length, segment.base) == (1280, 1024)
@@ -378,6 +394,18 @@ def test_a_step_back_that_is_refused_changes_nothing_and_says_what_is_resident()
     states.step({sequence: 3})
     with pytest.raises(NotResident, match="recurrent layers do not go back"):
         states.stages[0].rewind(sequence, 2)
+
+
+def test_idle_rows_pass_through_every_layer_and_leave_the_arena_as_it_was():
+    walker = Walker(HYBRID, (0, 8), options_of())
+    (stage,) = walker.stages
+    batch = stage.idle(5)
+    for layer in range(8):
+        found = walker.call(layer, Bound(stage.layers, batch), walker.inputs(layer, 5))
+        assert len(found) == 5
+    stage.advance(batch)
+    stage.check()
+    assert (stage.arena.storage == POISON).all()
 
 
 def test_states_swap_and_are_never_copied_and_start_from_zero():

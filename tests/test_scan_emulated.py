@@ -5,11 +5,13 @@ States of a convolution, and its sums, are compared bit for bit with the referen
 """
 
 import mmap
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from memkv_pp.cache import cuda_recurrent
+from memkv_pp.cache import cuda_ops, cuda_recurrent
+from memkv_pp.cache.cuda_kernels import CudaKernels
 from memkv_pp.cache.cuda_recurrent import SCAN, CudaRecurrent, conv_kernel, scan_kernel
 from memkv_pp.cache.recurrent_ops import (
     conv_states,
@@ -56,7 +58,9 @@ def device(request):
 @pytest.fixture
 def kernels(device, request):
     if device == "cuda":
-        return cuda_recurrent.cuda_recurrent()
+        loaded = cuda_ops.load()
+        assert loaded is not None
+        return CudaRecurrent(loaded.launcher)
     launcher = request.getfixturevalue("launcher")
     launcher.seed = 0
     return CudaRecurrent(launcher)
@@ -241,8 +245,7 @@ def test_what_does_not_fit_is_refused_before_a_launch(kernels, device):
 
 
 @pytest.mark.parametrize("name", ["scan_delta", "commit", "short_conv", "roll_states"])
-def test_operators_say_what_they_change_and_return(name, kernels, device, monkeypatch):
-    monkeypatch.setattr(cuda_recurrent, "cuda_recurrent", lambda: kernels)
+def test_operators_say_what_they_change_and_return(name, launcher, device):
     rows, spans = delta_rows(5, 1, 2, 20, 40).to(device), span_table([(0, 5, 0, 1)])
     matrix, conv = normal(2, 2, 20, 40).to(device), normal(2, 130, 3).to(device)
     where, values = spans.spans.to(device), normal(5, 130).to(device)
@@ -254,8 +257,9 @@ def test_operators_say_what_they_change_and_return(name, kernels, device, monkey
         "roll_states": (conv, where, values),
     }
     operator = "scan_delta" if name == "commit" else name
-    torch.library.opcheck(
-        getattr(torch.ops.memkv, operator).default,
-        arguments[name],
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    with nullcontext() if device == "cuda" else cuda_ops.serving("cpu", CudaKernels(launcher)):
+        torch.library.opcheck(
+            getattr(torch.ops.memkv, operator).default,
+            arguments[name],
+            test_utils=("test_schema", "test_faketensor"),
+        )

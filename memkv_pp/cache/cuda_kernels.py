@@ -58,6 +58,11 @@ class CudaKernels:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
 
+    @property
+    def launcher(self) -> Launcher:
+        """What launches them, for kernels beside these."""
+        return self._launcher
+
     def append(
         self, side: PackedSide, values_THD: Tensor, records_T: Tensor, rows_T: Tensor
     ) -> None:

@@ -7,16 +7,14 @@ host kernel's in the order of sums.
 Shape legend: as in ``recurrent_ops``. Spans are int64 [S, 4] on the states' device.
 """
 
-from functools import cache
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from memkv_pp.cache import cuda_ops
 from memkv_pp.cache.cuda_launch import Launcher, check, dtype_id
-from memkv_pp.cache.cuda_ops import CupyLauncher
 from memkv_pp.cache.recurrent_ops import check_conv, check_scan, no_outputs
-from memkv_pp.errors import ConfigError
+from memkv_pp.errors import ConfigError, InternalError
 from memkv_pp.units import ceil_div
 
 SCAN = "scan"
@@ -162,10 +160,11 @@ def _check_spans(spans_S4: Tensor) -> None:
     check(whole and spans_S4.dim() == 2 and spans_S4.shape[1] == 4, "spans are no int64 [S, 4]")
 
 
-@cache
-def cuda_recurrent() -> CudaRecurrent:
-    """The kernels of this process's devices; ConfigError without CuPy."""
-    return CudaRecurrent(CupyLauncher())
+def _of(states: Tensor) -> CudaRecurrent:
+    kernels = cuda_ops.loaded(states.device)
+    if kernels is None:
+        raise InternalError(f"a CUDA operator was given states on {states.device} before load()")
+    return CudaRecurrent(kernels.launcher)
 
 
 @torch.library.custom_op("memkv::scan_delta", mutates_args=("states",))
@@ -179,7 +178,7 @@ def scan_delta(
     beta: Tensor,
 ) -> Tensor:
     """The gated delta rule from slot to slot: [T, H, V]; [0, H, V] without queries."""
-    return cuda_recurrent().scan_delta(states, spans, query, key, value, gate, beta)
+    return _of(states).scan_delta(states, spans, query, key, value, gate, beta)
 
 
 @torch.library.custom_op("memkv::short_conv", mutates_args=("states",))
@@ -193,15 +192,13 @@ def short_conv(
     max_rows: int,
 ) -> Tensor:
     """The short convolution from slot to slot: [T, C]."""
-    return cuda_recurrent().short_conv(
-        states, spans, values, weight, bias, silu=silu, max_rows=max_rows
-    )
+    return _of(states).short_conv(states, spans, values, weight, bias, silu=silu, max_rows=max_rows)
 
 
 @torch.library.custom_op("memkv::roll_states", mutates_args=("states",))
 def roll_states(states: Tensor, spans: Tensor, values: Tensor) -> None:
     """The short convolution's states alone, from slot to slot."""
-    cuda_recurrent().roll_conv(states, spans, values)
+    _of(states).roll_conv(states, spans, values)
 
 
 @scan_delta.register_fake

@@ -141,7 +141,7 @@ class StageCache:
         if self._ring is not None:
             window = self._window.rows(rows - 1, rows, [segment])
         if self._sizing.state is not None:
-            states = self._state_rows(())
+            states = StateRows((), span_table([(0, num_rows, -1, -1)]))
         return Batch(rows, num_rows, full, window, states)
 
     def part(self, batch: Batch, first: int, last: int, padded: int) -> Batch:

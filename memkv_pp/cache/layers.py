@@ -42,7 +42,8 @@ class Layers:
     """The layers ``[lo, hi)`` of a stage by absolute index.
 
     Layers that ``attention`` serves are attended where they lie; without it, and on other layers,
-    rows are unpacked before each step, and ``rows_unpacked`` counts them.
+    rows are unpacked before each step, and ``rows_unpacked`` counts them. ``recurrent`` serves the
+    others.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Layers:
             layer.layer: layer for layer in (sizing.state.layers if sizing.state else ())
         }
         self._slots = arena.state_slots()
-        self._recurrent = recurrent_for(arena.storage.device)
+        self.recurrent = recurrent_for(arena.storage.device)
         self.rows_unpacked = 0
 
     @property
@@ -153,7 +154,7 @@ class Layers:
         channels, taps = weight_CX.shape[0], weight_CX.shape[1] - 1
         _check_elements(layer, "convolution", state.conv_elements, (channels, taps))
         states = conv_states(self._slots, state.conv_offset, channels, taps)
-        return self._recurrent.short_conv(
+        return self.recurrent.short_conv(
             states, batch.states.spans, rows_TC, weight_CX, bias_C, silu=silu
         )
 
@@ -179,7 +180,7 @@ class Layers:
         _check_elements(layer, "matrix", state.state_elements, shape)
         states = matrix_states(self._slots, state.state_offset, *shape)
         rows = query_TGK, key_TGK, value_THV, gate_TH, beta_TH
-        return self._recurrent.scan_delta(states, batch.states.spans, *rows, fixed=fixed)
+        return self.recurrent.scan_delta(states, batch.states.spans, *rows, fixed=fixed)
 
     def clear_states(self, slots: Sequence[int]) -> None:
         """Zero every layer's state in ``slots``."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from memkv_pp.cache import host_recurrent, recurrent_ops
+from memkv_pp.cache import cuda_ops, cuda_recurrent, host_recurrent, recurrent_ops
 from memkv_pp.cache.host_recurrent import HostRecurrent
 from memkv_pp.cache.recurrent_chunks import CHUNK_ROWS, scan_delta_chunks
 from memkv_pp.cache.recurrent_ops import SpanTable
@@ -133,7 +133,48 @@ class HostKernelRecurrent:
         return self._kernels.scan_delta(*rows, threads=torch.get_num_threads())
 
 
+class CudaKernelRecurrent:
+    """The kernels that ``cuda_ops`` has loaded for the states' device; the scan is sequential."""
+
+    def short_conv(
+        self,
+        states_NCW: Tensor,
+        table: SpanTable,
+        values_TC: Tensor,
+        weight_CX: Tensor,
+        bias_C: Tensor | None,
+        *,
+        silu: bool,
+    ) -> Tensor:
+        """See ``Recurrent``."""
+        spans = table.spans.to(states_NCW.device)
+        return torch.ops.memkv.short_conv(
+            states_NCW, spans, values_TC, weight_CX, bias_C, silu, len(values_TC)
+        )
+
+    def scan_delta(
+        self,
+        states_NHKV: Tensor,
+        table: SpanTable,
+        query_TGK: Tensor,
+        key_TGK: Tensor,
+        value_THV: Tensor,
+        gate_TH: Tensor,
+        beta_TH: Tensor,
+        *,
+        fixed: bool,
+    ) -> Tensor:
+        """See ``Recurrent``."""
+        rows = query_TGK, key_TGK, value_THV, gate_TH, beta_TH
+        if key_TGK.shape[2] > cuda_recurrent.MAX_KEY_SIZE:
+            return TorchRecurrent().scan_delta(states_NHKV, table, *rows, fixed=fixed)
+        spans = table.spans.to(states_NHKV.device)
+        return torch.ops.memkv.scan_delta(states_NHKV, spans, *rows)
+
+
 def recurrent_for(device: torch.device) -> Recurrent:
     """What serves recurrent layers on ``device``: its kernels if they are loaded, or torch."""
+    if cuda_ops.loaded(device) is not None:
+        return CudaKernelRecurrent()
     kernels = host_recurrent.loaded() if device.type == "cpu" else None
     return TorchRecurrent() if kernels is None else HostKernelRecurrent(kernels)
