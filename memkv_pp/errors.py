@@ -11,6 +11,7 @@
     ├── CapacityError              wanted, available, on which stages
     │   ├── OutOfRecords           a pool of records is empty
     │   └── OutOfSlots             a pool of state slots is empty
+    ├── NotResident                rows that were overwritten, or states that would have to go back
     ├── StageError                 names the stage
     │   ├── StageLost              the outside broke it: a dead or silent process
     │   ├── StageClosed            you closed it

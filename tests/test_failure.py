@@ -69,8 +69,15 @@ def config_of(tiny, num_requests, **knobs):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("blow", "stage"),
+    [
+        pytest.param(signal.SIGKILL, 0, id="killed-0"),
+        pytest.param(signal.SIGKILL, 2, id="killed-2", marks=pytest.mark.full),
+        pytest.param(signal.SIGSTOP, 0, id="stopped-0", marks=pytest.mark.full),
+        pytest.param(signal.SIGSTOP, 2, id="stopped-2"),
+    ],
+)
 def test_losing_a_stage_is_a_typed_error_within_the_deadline_and_leaves_nothing(
     ray_cluster, tiny, blow, stage
 ):

@@ -37,7 +37,7 @@ MODELS = {family: (family, {}) for family in sorted(ADAPTERS)} | {
     "step-like": ("qwen3", STEP_LIKE),
     "mistral-window": ("mistral", {"sliding_window": 12}),
 }
-SAMPLED = (("gemma4", 2), ("qwen3_5", 4))
+SAMPLED = (("qwen3_5", 4),)
 OPTIONS = CacheOptions(block_tokens=4, prefill_chunk=32, rewind_slack=8)
 # A source and its readers stay together: gemma4's layers 4 and 5 read 2 and 3.
 CUTS = {1: (0, 6), 2: (0, 1, 6), 3: (0, 1, 2, 6), 4: (0, 1, 2, 5, 6)}

@@ -482,7 +482,7 @@ def test_only_formats_in_whole_vectors_on_the_cpu_are_served(kernel):
 
     assert all(kernel.serves(side(name, 64)) for name in NAMES)
     assert not kernel.serves(side("f32", 72))
-    assert not kernel.serves(side("f32", 528))
+    assert not kernel.serves(side("f32", 592))
 
 
 @pytest.mark.slow
@@ -574,7 +574,7 @@ def test_a_stage_cache_attends_to_rotated_and_scaled_records_where_they_lie(kern
 
 
 def test_a_cap_and_sinks_reach_both_paths(kernel):
-    options = {"cap": 0.5, "sinks_Q": torch.linspace(-1, 3, 6)}
+    options = {"cap": 0.5, "sinks": torch.linspace(-1, 3, 6)}
     found = walk(stage_cache(kernel, "q8_0:q5_1"), **options)
     plain = walk(stage_cache(kernel, "q8_0:q5_1"))
     for fixed in (False, True):

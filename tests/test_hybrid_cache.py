@@ -12,7 +12,7 @@ from memkv_pp.cache.cuda_recurrent import SCAN, conv_kernel, scan_kernel
 from memkv_pp.cache.device import TorchDevice
 from memkv_pp.cache.kv import StageCache
 from memkv_pp.cache.recurrent import CudaKernelRecurrent
-from memkv_pp.errors import ConfigError, InternalError, NotResident, OutOfRecords
+from memkv_pp.errors import ConfigError, InternalError, NotResident, OutOfRecords, OutOfSlots
 from memkv_pp.fence import explicit
 from memkv_pp.formats import parse_pair
 from memkv_pp.geometry import LayerGeometry, LayerKind, ModelGeometry
@@ -342,10 +342,13 @@ def test_a_step_lists_the_records_of_its_window_alone():
 def test_a_pool_that_is_short_leaves_the_others_as_they_were():
     model = model_of(sliding_layer(1, 32, 24), full_layer(1, 32), conv_layer(8, 3))
     (sizing,) = size_fence(model, (parse_pair("f32"),) * 3, explicit((0, 3), 3), options_of())
-    for short, units in (("window records", (9, 1, 2)), ("state slots", (9, 9, 1))):
+    for short, error, units in (
+        ("window records", OutOfRecords, (9, 1, 2)),
+        ("state slots", OutOfSlots, (9, 9, 1)),
+    ):
         stage = StageCache(TorchDevice(), model, sizing, Footprint(*units), max_sequences=1)
         stage.open(0)
-        with pytest.raises(OutOfRecords, match=short):
+        with pytest.raises(error, match=short):
             stage.extend([Rows(0, 0, 8, False)])
         assert stage.used_bytes() == (0, 0, 0)
         stage.check()

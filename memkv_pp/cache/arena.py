@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from memkv_pp.cache.device import Device
-from memkv_pp.errors import InternalError, OutOfRecords
+from memkv_pp.errors import InternalError, OutOfRecords, OutOfSlots
 from memkv_pp.pools import Pool
 from memkv_pp.records import Part
 from memkv_pp.sizing import Footprint, StageSizing
@@ -67,14 +67,19 @@ class Arena:
         return self.storage.as_strided(shape, (self.sizing.slot_bytes, 1), offset)
 
     def take(self, units: Footprint, caller: str) -> tuple[list[int], list[int], list[int]]:
-        """Ids of so many units of each pool; OutOfRecords, and nothing taken, if one is short."""
+        """Ids of so many units of each pool; nothing is taken if one is short.
+
+        OutOfRecords, or OutOfSlots where it is the state slots.
+        """
         taken: list[list[int]] = []
         try:
             for pool, count in zip(self._pools, units, strict=True):
                 taken.append(pool.allocate(count, caller))
-        except OutOfRecords:
+        except OutOfRecords as error:
             for pool, ids in zip(self._pools, taken, strict=False):
                 pool.release(ids, caller)
+            if len(taken) == self._pools.index(self.state):
+                raise OutOfSlots(error.message, error.hint) from error
             raise
         return taken[0], taken[1], taken[2]
 

@@ -102,8 +102,8 @@ class StageCache:
         """Take units for the new rows of each sequence, and say where every row goes.
 
         InternalError, with nothing taken, when a sequence is not as long as the plan says, comes
-        twice, or brings more rows than its ring keeps beside the window; OutOfRecords when a pool
-        is empty, which the ledger rules out.
+        twice, or brings more rows than its ring keeps beside the window; OutOfRecords or
+        OutOfSlots when a pool is empty, which the ledger rules out.
         """
         if len({entry.sequence for entry in rows}) != len(rows):
             raise InternalError(f"a sequence comes twice in the rows {list(rows)}")
