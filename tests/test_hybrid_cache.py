@@ -65,6 +65,15 @@ class Walker:
             self.stages.append(stage)
         self.plain = PlainCache(model, formats)
         self.lengths = {}
+        self.taps = {
+            index: torch.randn(
+                layer.conv_channels,
+                layer.conv_kernel,
+                generator=torch.Generator().manual_seed(index),
+            )
+            for index, layer in enumerate(model.layers)
+            if layer.kind is LayerKind.SHORT_CONV
+        }
         self.generator = torch.Generator().manual_seed(seed)
         self.next = 0
 
@@ -125,7 +134,7 @@ class Walker:
 
         match own.kind:
             case LayerKind.SHORT_CONV:
-                return noise(num_rows, own.conv_channels), noise(own.conv_channels, own.conv_kernel)
+                return (noise(num_rows, own.conv_channels),)
             case LayerKind.RECURRENT:
                 size = 16
                 heads = own.state_elements // size**2
@@ -154,16 +163,17 @@ class Walker:
     def call(self, layer, cache, inputs):
         match self.model.layers[layer].kind:
             case LayerKind.SHORT_CONV:
-                return cache.convolve(layer, *inputs, None, silu=layer % 2 == 0)
+                return cache.convolve(layer, *inputs, self.taps[layer], None, silu=layer % 2 == 0)
             case LayerKind.RECURRENT:
                 return cache.scan(layer, *inputs)
         return cache.attend(layer, *inputs, 0.3)
 
 
 def rows_of(tensor, first, last, part, total):
-    """Rows [first, last) with ones behind them up to the part's; weights and None as they are."""
-    if tensor is None or len(tensor) != total:
-        return tensor
+    """Rows [first, last) with ones behind them up to the part's; None as it is."""
+    if tensor is None:
+        return None
+    assert len(tensor) == total
     behind = tensor.new_ones(len(part.positions) - (last - first), *tensor.shape[1:])
     return torch.cat([tensor[first:last], behind])
 
