@@ -83,7 +83,7 @@ def test_the_weights_are_those_that_transformers_reads(gemma3, transformers_mode
     ],
 )
 def test_a_prompt_past_the_window_equals_transformers_on_every_row(
-    gemma3, transformers_model, prompt, num_tokens, num_new, record_property
+    gemma3, transformers_model, prompt, num_tokens, num_new
 ):
     prompt = prompt[:num_tokens]
     stages = Stages(
@@ -109,8 +109,7 @@ def test_a_prompt_past_the_window_equals_transformers_on_every_row(
         whole = transformers_model.generate(
             prompt[None], max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False
         )
-    record_property("largest_difference", float(largest))
-    assert largest <= BOUND
+    assert largest <= BOUND, f"{largest:.2e} of logits with a spread of {expected.std():.2f}"
     assert tokens == whole[0, num_tokens:].tolist()
     ring = -(-(WINDOW + 128 + 64 + 31) // 16)
     for stage, cache in enumerate(stages.caches):
