@@ -8,7 +8,9 @@
 
 A layer has the fields of ``LayerGeometry``; ``repeat`` stands for that many equal layers in a row.
 Fields that are 0 may be left out; a field nobody knows is an error. ``"default_kv": "fp8:fp8"``
-names the formats that a model is served with where ``--kv`` is not given.
+names the formats that a model is served with where ``--kv`` is not given. ``"source"`` says where
+the figures are from: sentences under ``says``, and under ``config`` the configuration that
+``from_config`` derives the geometry of; it is no part of the geometry.
 """
 
 import json
@@ -30,13 +32,16 @@ MAX_ELEMENTS = 2**63 - 1
 _LAYER_FIELDS = tuple(field.name for field in fields(LayerGeometry))
 _LAYER_DEFAULTS = {"source_layer": -1}
 _TEXT_FIELDS = ("name", "family")
+_SOURCE_FIELDS = ("says", "config")
 
 _MODEL_FIELDS = tuple(field.name for field in fields(ModelGeometry))
 
 
-def to_json(geometry: ModelGeometry) -> str:
-    """The file's text; ``geometry_from_json`` gives an equal geometry back."""
+def to_json(geometry: ModelGeometry, source: Mapping[str, object] | None = None) -> str:
+    """The file's text, with its ``source`` if given; ``geometry_from_json`` gives the geometry back."""
     document: dict[str, object] = {"schema": SCHEMA}
+    if source is not None:
+        document["source"] = dict(source)
     for field in _MODEL_FIELDS:
         value = getattr(geometry, field)
         if field in ("layers", "nextn_layers"):
@@ -53,9 +58,11 @@ def geometry_from_json(document: Mapping[str, object], name: str) -> ModelGeomet
     """
     if document.get("schema") != SCHEMA:
         _fail(name, "schema", f"is {document.get('schema')!r}, not {SCHEMA!r}")
-    unknown = sorted(set(document) - {"schema", *_MODEL_FIELDS})
+    unknown = sorted(set(document) - {"schema", "source", *_MODEL_FIELDS})
     if unknown:
-        _fail(name, unknown[0][:80], f"is unknown; known: {', '.join(_MODEL_FIELDS)}")
+        _fail(name, unknown[0][:80], f"is unknown; known: {', '.join(_MODEL_FIELDS)}, source")
+    if "source" in document:
+        _check_source(document["source"], name)
     values: dict[str, object] = {"name": name, "family": "unknown"}
     for field in document:
         if field in ("layers", "nextn_layers"):
@@ -72,7 +79,7 @@ def geometry_from_json(document: Mapping[str, object], name: str) -> ModelGeomet
         elif field == "warnings":
             items = enumerate(_typed(document[field], list, name, field))
             values[field] = tuple(_typed(item, str, name, f"{field}[{i}]") for i, item in items)
-        elif field != "schema":
+        elif field not in ("schema", "source"):
             values[field] = _count(document[field], name, field)
     if "layers" not in values:
         _fail(name, "layers", "is missing")
@@ -123,6 +130,16 @@ def _layer_from_json(entry: dict[str, object], name: str, where: str) -> LayerGe
         return LayerGeometry(kind=LayerKind(str(kind)), **figures)
     except GeometryError as error:
         raise GeometryError(f"{name}: {where}: {error.message}") from error
+
+
+def _check_source(value: object, name: str) -> None:
+    source = _typed(value, dict, name, "source")
+    unknown = sorted(set(source) - set(_SOURCE_FIELDS))
+    if unknown:
+        _fail(name, f"source.{unknown[0][:80]}", f"is unknown; known: {', '.join(_SOURCE_FIELDS)}")
+    for index, sentence in enumerate(_typed(source.get("says", []), list, name, "source.says")):
+        _typed(sentence, str, name, f"source.says[{index}]")
+    _typed(source.get("config", {}), dict, name, "source.config")
 
 
 def _pair(text: str, name: str, field: str) -> str:
