@@ -9,9 +9,8 @@ NextN layers have indices from n up and belong to the last stage.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from memkv_pp.errors import FenceError
 
@@ -93,72 +92,6 @@ def explicit(cuts: Sequence[int], num_layers: int, num_stages: int | None = None
             f"--fence: {list(cuts)} makes {fence.num_stages} stages, {num_stages} were asked for"
         )
     return fence
-
-
-def balanced(
-    layer_bytes: Sequence[int],
-    stage_bytes: Sequence[int],
-    edges: Iterable[tuple[int, int]] = (),
-) -> Fence:
-    """The fence whose fullest stage is least full, relative to its room.
-
-    ``layer_bytes``: what each layer asks for. ``stage_bytes``: what each stage has (> 0 for a
-    stage that can hold anything). Minimises the maximum of asked / has over the stages; ties
-    take the smallest cuts. A cut never parts an edge.
-    """
-    prefix = (0, *accumulate(layer_bytes))
-    return minimax(
-        len(layer_bytes),
-        len(stage_bytes),
-        lambda stage, lo, hi: (prefix[hi] - prefix[lo]) / max(stage_bytes[stage], 1),
-        edges,
-    )
-
-
-def minimax(
-    num_layers: int,
-    num_stages: int,
-    cost: Callable[[int, int, int], float],
-    edges: Iterable[tuple[int, int]] = (),
-) -> Fence:
-    """The fence whose costliest stage costs least; ties take the smallest cuts.
-
-    ``cost(stage, lo, hi)`` is what ``stage`` would cost with the layers ``[lo, hi)``; it may not
-    fall as layers are added. A cut never parts an edge, (source layer, reading layer). Dynamic
-    programming from the last stage back.
-    """
-    _check_stages(num_layers, num_stages)
-    forbidden = {cut for source, reader in edges for cut in range(source + 1, reader + 1)}
-    # rest[s][c]: the costliest of the stages s and up, at best, when stage s starts at layer c
-    rest: list[dict[int, float]] = [*({} for _ in range(num_stages)), {num_layers: 0.0}]
-    for stage in reversed(range(num_stages)):
-        for start in range(num_layers) if stage else (0,):
-            if start in forbidden:
-                continue
-            least: float | None = None
-            for end, after in rest[stage + 1].items():
-                if end <= start:
-                    continue
-                here = cost(stage, start, end)
-                if least is not None and here >= least:
-                    break
-                least = max(here, after) if least is None else min(least, max(here, after))
-            if least is not None:
-                rest[stage][start] = least
-    if 0 not in rest[0]:
-        raise FenceError(
-            f"--fence: no cut into {num_stages} stages keeps shared layers with their sources",
-            "use fewer stages",
-        )
-    cuts = [0]
-    for stage in range(num_stages):
-        ends = (
-            end
-            for end, after in rest[stage + 1].items()
-            if cuts[-1] < end and max(cost(stage, cuts[-1], end), after) <= rest[0][0]
-        )
-        cuts.append(next(ends))
-    return Fence(tuple(cuts))
 
 
 def _check_stages(num_layers: int, num_stages: int) -> None:

@@ -13,7 +13,7 @@ from memkv_pp.testing.tiny_models import write_tiny_model
 
 
 def test_every_suite_is_a_module_of_its_name():
-    assert {"codec", "attend", "recurrent", "quality", "decode", "pipeline"} == set(SUITES)
+    assert {"codec", "attend", "recurrent", "quality", "decode", "pipeline", "plan"} == set(SUITES)
     for suite in SUITES:
         assert callable(importlib.import_module(f"memkv_pp.bench.{suite}").run)
 

@@ -1,11 +1,9 @@
-from itertools import combinations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memkv_pp.errors import FenceError
-from memkv_pp.fence import Fence, balanced, even, explicit
+from memkv_pp.fence import Fence, even, explicit
 from memkv_pp.testing.geometries import known_geometry
 
 splits = st.tuples(st.integers(1, 60), st.integers(1, 12)).filter(lambda pair: pair[1] <= pair[0])
@@ -39,8 +37,6 @@ def test_no_remainder_piles_up_on_the_last_stage(layers, stages):
 def test_more_stages_than_layers_or_none_is_refused_with_both_numbers(layers, stages):
     with pytest.raises(FenceError, match=f"--stages: {layers} layers cannot make {stages} stages"):
         even(layers, stages)
-    with pytest.raises(FenceError):
-        balanced([1] * layers, [1] * max(stages, 0))
 
 
 @given(splits)
@@ -95,66 +91,6 @@ def test_stages_and_layers_that_do_not_exist_are_refused():
         even(4, 2).layers_of(2)
     with pytest.raises(FenceError, match="-1"):
         even(4, 2).stage_of(-1)
-
-
-def every_fence(layers: int, stages: int) -> list[tuple[int, ...]]:
-    return [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
-
-
-def fullest(cuts: tuple[int, ...], asked: list[int], rooms: list[int]) -> float:
-    return max(
-        sum(asked[lo:hi]) / max(room, 1)
-        for lo, hi, room in zip(cuts, cuts[1:], rooms, strict=False)
-    )
-
-
-@pytest.mark.slow
-@given(
-    asked=st.lists(st.integers(0, 9), min_size=1, max_size=9),
-    rooms=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-)
-def test_the_balanced_fence_is_the_best_of_all_fences_with_the_smallest_cuts(asked, rooms):
-    if len(rooms) > len(asked):
-        with pytest.raises(FenceError):
-            balanced(asked, rooms)
-        return
-    best = min(
-        every_fence(len(asked), len(rooms)), key=lambda cuts: (fullest(cuts, asked, rooms), cuts)
-    )
-    assert balanced(asked, rooms).cuts == best
-
-
-@pytest.mark.slow
-@given(st.data())
-def test_a_balanced_fence_never_parts_a_reader_from_its_source(data):
-    asked = data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=8))
-    edges = data.draw(
-        st.lists(
-            st.tuples(st.integers(0, len(asked) - 1), st.integers(0, len(asked) - 1)).filter(
-                lambda edge: edge[0] < edge[1]
-            ),
-            max_size=2,
-        )
-    )
-    stages = data.draw(st.integers(1, min(3, len(asked))))
-    rooms = [10] * stages
-    allowed = [
-        cuts
-        for cuts in every_fence(len(asked), stages)
-        if not any(source < cut <= reader for source, reader in edges for cut in cuts[1:-1])
-    ]
-    if not allowed:
-        with pytest.raises(FenceError, match="shared layers"):
-            balanced(asked, rooms, edges)
-        return
-    fence = balanced(asked, rooms, edges)
-    fence.check_edges(edges)
-    assert fence.cuts == min(allowed, key=lambda cuts: (fullest(cuts, asked, rooms), cuts))
-
-
-def test_unequal_rooms_get_unequal_shares():
-    assert balanced([2048] * 64, [5, 5]).cuts == (0, 32, 64)
-    assert balanced([2048] * 48, [20, 8]).cuts == (0, 34, 48)
 
 
 def test_a_cut_between_a_shared_layer_and_its_source_names_both_layers():

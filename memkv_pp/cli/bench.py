@@ -13,7 +13,7 @@ from memkv_pp.errors import ConfigError
 if TYPE_CHECKING:
     from memkv_pp.bench.rows import Row
 
-SUITES = ("codec", "attend", "recurrent", "quality", "decode", "pipeline")
+SUITES = ("codec", "attend", "recurrent", "quality", "decode", "pipeline", "plan")
 _WITH_MODEL = frozenset({"quality", "decode", "pipeline"})
 DEFAULT_MODEL = ".models/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -98,3 +98,7 @@ def _rows(suites: tuple[str, ...], model: Path, rounds: int) -> Iterator["Row"]:
         from memkv_pp.bench import pipeline
 
         yield from pipeline.run(model, rounds=rounds)
+    if "plan" in suites:
+        from memkv_pp.bench import plan
+
+        yield from plan.run(rounds=rounds)

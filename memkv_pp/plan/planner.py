@@ -9,7 +9,7 @@ The context bytes come from ``sizing.py``, which the ledger and the allocation a
 other planners' faults that this one answers: ``field-lessons.md`` R1 and R2.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from memkv_pp.errors import CapacityError, ConfigError, FenceError, StageShortfall
@@ -17,24 +17,12 @@ from memkv_pp.fence import Fence
 from memkv_pp.formats import Pair
 from memkv_pp.geometry import ModelGeometry
 from memkv_pp.plan.capacity_plan import Alternative, CapacityPlan, StagePlan
-from memkv_pp.plan.fences import Budget, FenceChoice, choose_fence
-from memkv_pp.sizing import CacheOptions, Layout, StageSizing, size_fence, stage_file_bytes
+from memkv_pp.plan.fences import requested_fence
+from memkv_pp.plan.request import FenceChoice, PlanRequest
+from memkv_pp.plan.times import predict
+from memkv_pp.sizing import Layout, StageSizing, size_fence, stage_file_bytes
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanRequest:
-    """What to plan for. ``ctx`` and ``sequences`` are None where the user gave none."""
-
-    budget: Budget
-    options: CacheOptions
-    fence: FenceChoice = "balanced"
-    ctx: int | None = None
-    sequences: int | None = None
-
-    def __post_init__(self) -> None:
-        for knob, value in (("--ctx", self.ctx), ("--sequences", self.sequences)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{knob}: {value} is below 1")
+__all__ = ["PlanRequest", "evaluate", "plan_capacity"]
 
 
 def plan_capacity(
@@ -45,44 +33,42 @@ def plan_capacity(
     Raises FenceError for a fence that does not fit the model, and CapacityError with every
     stage's have and need where weights, an explicit context or one first block does not fit.
     """
-    fence = _fence(geometry, formats, request, request.fence)
+    fence = requested_fence(geometry, formats, request)
     others = _other_plans(geometry, formats, request, fence)
     try:
-        plan = _plan_fence(geometry, formats, request, fence)
+        plan = evaluate(geometry, formats, request, fence)
     except CapacityError as error:
         fitting = next(iter(others), None)
         better = f"--fence {_written(fitting.fence)} fits; or " if fitting else ""
         raise CapacityError(error.message, better + error.hint, error.stages) from None
-    better = (_alternative(plan, other) for other in others if _gain(other) > _gain(plan))
-    return replace(plan, alternatives=tuple(better))
-
-
-def _fence(
-    geometry: ModelGeometry, formats: Sequence[Pair], request: PlanRequest, choice: FenceChoice
-) -> Fence:
-    return choose_fence(
-        choice,
-        geometry,
-        formats,
-        request.options,
-        request.budget,
-        sequences=request.sequences or 1,
+    gain = _gain_of(geometry, formats, request)
+    better = (other for other in others if gain(other) > gain(plan))
+    return replace(
+        plan,
+        alternatives=tuple(
+            _alternative(request, plan, other) for other in sorted(better, key=gain, reverse=True)
+        ),
     )
 
 
-def _plan_fence(
+def evaluate(
     geometry: ModelGeometry, formats: Sequence[Pair], request: PlanRequest, fence: Fence
 ) -> CapacityPlan:
+    """The plan of ``request`` on ``fence``, whatever fence it names; without alternatives.
+
+    Raises FenceError and CapacityError as ``plan_capacity`` does.
+    """
     options, budget = request.options, request.budget
     sizings = size_fence(geometry, formats, fence, options)
-    sequences = request.sequences or 1
     weights = [budget.weight_bytes(geometry, fence, s.stage, options) for s in sizings]
-    fixed = [budget.fixed_bytes(geometry, fence, s.stage, options, sequences) for s in sizings]
-    rooms = [
-        have - weight - buffers - budget.reserve_bytes
-        for have, weight, buffers in zip(budget.stage_bytes, weights, fixed, strict=True)
+    fixed = [budget.fixed_bytes(geometry, fence, s.stage, options, request.copies) for s in sizings]
+    spent = [weight + buffers for weight, buffers in zip(weights, fixed, strict=True)]
+    budgets = [
+        have - budget.reserve_bytes - taken
+        for have, taken in zip(budget.stage_bytes, spent, strict=True)
     ]
-    _check_weights(budget, rooms)
+    rooms = [request.usable_bytes(stage) - taken for stage, taken in enumerate(spent)]
+    _check_weights(request, spent)
     load = _load(geometry, request, sizings, rooms)
     rows = tuple(
         StagePlan(
@@ -93,7 +79,7 @@ def _plan_fence(
             file_bytes=stage_file_bytes(geometry, fence, s.stage),
             fixed_bytes=fixed[s.stage],
             reserve_bytes=budget.reserve_bytes,
-            cache_budget_bytes=rooms[s.stage],
+            cache_budget_bytes=budgets[s.stage],
             bytes_per_token=s.bytes_per_token,
             ring_bytes_per_token=s.ring_bytes_per_token,
             ring_rows=s.ring_rows,
@@ -103,7 +89,7 @@ def _plan_fence(
             context_bytes=s.context_bytes(load.rows, load.copies),
             capacity_tokens=s.capacity_tokens(rooms[s.stage]),
             sequences=s.sequences_within(load.context_tokens, rooms[s.stage]),
-            stranded_bytes=rooms[s.stage] - s.context_bytes(load.rows, load.copies),
+            stranded_bytes=budgets[s.stage] - s.context_bytes(load.rows, load.copies),
         )
         for s in sizings
     )
@@ -142,12 +128,11 @@ def _load(
     capacity = _least(s.capacity_tokens(rooms[s.stage]) for s in sizings)
     if request.ctx is not None:
         context = request.ctx
-        _check_fits(sizings, rooms, context, request.sequences or 1, capacity)
+        _check_fits(request, sizings, rooms, context, capacity)
     else:
-        copies = request.sequences or 1
-        longest = _least(s.capacity_tokens(rooms[s.stage], copies) for s in sizings)
+        longest = _least(s.capacity_tokens(rooms[s.stage], request.copies) for s in sizings)
         if longest == 0:
-            _check_fits(sizings, rooms, request.options.record_rows, copies, capacity)
+            _check_fits(request, sizings, rooms, request.options.record_rows, capacity)
         context = min(filter(None, (geometry.context_tokens, longest)), default=0)
         if context == 0:
             raise ConfigError(
@@ -161,37 +146,41 @@ def _load(
         context_tokens=context,
         capacity_tokens=capacity,
         sequences=sequences,
-        rows=(capacity or context) if alone else context,
+        rows=(capacity or max(context, *(s.ring_rows for s in sizings))) if alone else context,
         copies=1 if alone else sequences,
     )
 
 
-def _check_weights(budget: Budget, rooms: Sequence[int]) -> None:
-    if min(rooms) >= 0:
-        return
+def _check_weights(request: PlanRequest, spent: Sequence[int]) -> None:
     stages = tuple(
-        StageShortfall(stage=stage, have_bytes=have, need_bytes=have - room)
-        for stage, (have, room) in enumerate(zip(budget.stage_bytes, rooms, strict=True))
+        StageShortfall(
+            stage=stage,
+            have_bytes=request.budget.stage_bytes[stage],
+            need_bytes=request.budget.stage_bytes[stage] - request.usable_bytes(stage) + taken,
+        )
+        for stage, taken in enumerate(spent)
     )
-    raise CapacityError(
-        f"weights, buffers and reserve alone do not fit: {_says(stages)}",
-        "give larger --device sizes or more of them, a smaller --dtype, or less --reserve",
-        stages,
-    )
+    if any(stage.need_bytes > stage.have_bytes for stage in stages):
+        raise CapacityError(
+            f"weights, buffers and reserve alone do not fit: {_says(stages)}",
+            f"{_raised_caps(request)}give larger --device sizes or more of them, a smaller --dtype,"
+            " or less --reserve",
+            stages,
+        )
 
 
 def _check_fits(
+    request: PlanRequest,
     sizings: Sequence[StageSizing],
     rooms: Sequence[int],
     rows: int,
-    sequences: int,
     capacity: int | None,
 ) -> None:
     stages = tuple(
         StageShortfall(
             stage=s.stage,
             have_bytes=rooms[s.stage],
-            need_bytes=s.context_bytes(rows, sequences),
+            need_bytes=s.context_bytes(rows, request.copies),
         )
         for s in sizings
     )
@@ -199,8 +188,9 @@ def _check_fits(
         paged = sizings[0].options.layout is Layout.PAGED
         fewer = f"use --ctx {capacity} or less for one sequence, " if capacity and paged else ""
         raise CapacityError(
-            f"--ctx {rows} --sequences {sequences} does not fit: {_says(stages)}",
-            f"{fewer}a smaller --kv format, fewer --sequences, or more bytes per stage",
+            f"--ctx {rows} --sequences {request.copies} does not fit: {_says(stages)}",
+            f"{_raised_caps(request)}{fewer}a smaller --kv format, fewer --sequences, or more bytes"
+            " per stage",
             stages,
         )
 
@@ -208,36 +198,63 @@ def _check_fits(
 def _other_plans(
     geometry: ModelGeometry, formats: Sequence[Pair], request: PlanRequest, fence: Fence
 ) -> list[CapacityPlan]:
-    """Plans of the balanced and the even fence that fit and differ from ``fence``, best first."""
+    """Plans of the balanced and the even fence that fit and differ from ``fence``."""
     plans: dict[tuple[int, ...], CapacityPlan] = {}
     choices: tuple[FenceChoice, ...] = ("balanced", "even")
     for choice in choices:
         if choice == request.fence:
             continue
         try:
-            other = _fence(geometry, formats, request, choice)
+            other = requested_fence(geometry, formats, replace(request, fence=choice))
             if other != fence:
-                plans[other.cuts] = _plan_fence(geometry, formats, request, other)
+                plans[other.cuts] = evaluate(geometry, formats, request, other)
         except (FenceError, CapacityError):
             continue
-    return sorted(plans.values(), key=_gain, reverse=True)
+    return list(plans.values())
 
 
-def _gain(plan: CapacityPlan) -> tuple[bool, int, int]:
-    """Larger is better: unbounded capacity, then tokens, then fewer stranded bytes."""
-    return plan.capacity_tokens is None, plan.capacity_tokens or 0, -plan.stranded_bytes
+def _gain_of(
+    geometry: ModelGeometry, formats: Sequence[Pair], request: PlanRequest
+) -> Callable[[CapacityPlan], tuple[float, ...]]:
+    """How good a plan is at the objective of ``request``: larger is better, then fewer stranded."""
+
+    def gain(plan: CapacityPlan) -> tuple[float, ...]:
+        if request.objective == "capacity":
+            return plan.capacity_tokens is None, plan.capacity_tokens or 0, -plan.stranded_bytes
+        if request.objective == "sequences":
+            return plan.context_tokens, plan.sequences, -plan.stranded_bytes
+        times = predict(
+            geometry,
+            formats,
+            Fence(plan.fence),
+            request.profiles,
+            context_tokens=plan.context_tokens,
+            sequences=request.copies,
+            dtype_bytes=request.budget.dtype_bytes,
+            options=request.options,
+        )
+        return plan.context_tokens, -times.step_seconds, -plan.stranded_bytes
+
+    return gain
 
 
-def _alternative(plan: CapacityPlan, other: CapacityPlan) -> Alternative:
+def _alternative(request: PlanRequest, plan: CapacityPlan, other: CapacityPlan) -> Alternative:
     idle = plan.stranded_bytes - other.stranded_bytes
-    more = (other.capacity_tokens or 0) - (plan.capacity_tokens or 0)
+    tokens = (other.capacity_tokens or 0) - (plan.capacity_tokens or 0)
+    gains = {
+        "capacity": f"holds {tokens} more tokens of one sequence",
+        "sequences": f"holds {other.sequences - plan.sequences} more sequences",
+        "time": "has a faster slowest stage",
+    }
+    if request.objective != "capacity" and other.context_tokens > plan.context_tokens:
+        gains[request.objective] = f"holds contexts of {other.context_tokens} tokens"
     return Alternative(
         fence=other.fence,
         capacity_tokens=other.capacity_tokens,
         sequences=other.sequences,
         stranded_bytes=other.stranded_bytes,
-        says=f"--fence {_written(other.fence)} holds {more} more tokens of one sequence and"
-        f" strands {idle} fewer bytes",
+        says=f"--fence {_written(other.fence)} {gains[request.objective]} and strands"
+        f" {abs(idle)} {'fewer' if idle >= 0 else 'more'} bytes",
     )
 
 
@@ -259,6 +276,10 @@ def _says(stages: Iterable[StageShortfall]) -> str:
     return "; ".join(
         f"stage {s.stage} needs {s.need_bytes} bytes and has {s.have_bytes}" for s in stages
     )
+
+
+def _raised_caps(request: PlanRequest) -> str:
+    return "raise --max-stage-bytes, " if request.max_stage_bytes else ""
 
 
 def _written(cuts: Sequence[int]) -> str:
