@@ -68,6 +68,8 @@ HELP = {"-h", "--help", "--json"}
         (
             "plan",
             {"model", "--device", "--kv-budget", "--ctx", "--sequences", "--reserve"}
+            | {"--explain", "--html", "--device-profile", "--emit"}
+            | {"--objective", "--pin", "--max-stage-bytes"}
             | SHARED
             | HELP,
         ),

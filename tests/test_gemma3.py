@@ -11,6 +11,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.utils import logging
 
 from memkv_pp.cache import host_attention, host_kernels
+from memkv_pp.cli.app import main
 from memkv_pp.model.hf_config import model_config
 from memkv_pp.model.tokenizer import load_tokenizer
 from memkv_pp.model.weights import open_weights
@@ -138,3 +139,29 @@ def test_a_folder_written_from_the_file_gives_the_same_logits(gemma3, prompt, tm
         stages.open(0)
         made.append(stages.step([Rows(0, 0, 64, True)], prompt[:64]))
     assert torch.equal(*made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fence", "devices"),
+    [
+        ((0, 8, 18), ("2GiB", "1.5GiB")),
+        pytest.param((0, 5, 6, 18), ("2GiB", "1GiB", "3GiB"), marks=pytest.mark.full),
+    ],
+)
+def test_the_plan_says_what_generate_allocates(
+    gemma3, prompt, fence, devices, run_pipeline, capsys
+):
+    written = ",".join(map(str, fence))
+    sizes = [word for size in devices for word in ("--device", size)]
+    words = ["--fence", written, "--ctx", "1500", "--sequences", "2", "--kv", "q8_0:q5_1"]
+    assert main(["plan", str(gemma3), *sizes, *words, "--reserve", "0", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["stages"]
+    report = run_pipeline(
+        gemma3, [prompt[:20].tolist()], kv="q8_0:q5_1", max_new=2, ctx=1500, sequences=2,
+        stages=len(devices), fence=fence, dtype="bf16",
+    )  # fmt: skip
+    figures = zip(planned, report.stages, report.promised_bytes, strict=True)
+    for stage, served, promised in figures:
+        assert stage["context_bytes"] == served.allocated_bytes == promised
+        assert stage["weight_bytes"] == served.weight_bytes

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in words
     try:
-        args = build_parser().parse_args(words)
+        args = build_parser().parse_args(words, argparse.Namespace(words=words))
         return args.run(args)
     except (ConfigError, OSError) as error:
         output.write_error(error, as_json=as_json)

@@ -129,11 +129,16 @@ def cache_options(args: argparse.Namespace, *, flat_rows: int = 0) -> CacheOptio
 
 
 def layer_pairs(args: argparse.Namespace, geometry: ModelGeometry) -> tuple[Pair, ...]:
-    """A pair of formats per layer, NextN layers behind the trunk.
+    """A pair of formats per layer, NextN layers behind the trunk; says what ``model_pair`` says."""
+    return pairs_of(args, geometry, model_pair(args, geometry))
+
+
+def model_pair(args: argparse.Namespace, geometry: ModelGeometry) -> Pair:
+    """The model's pair: ``--kv``, the model's own default, or the engine's.
 
     What the user gives up by overriding the model's own default goes to stderr.
     """
-    from memkv_pp.kv_policy import effective_pair, layer_formats
+    from memkv_pp.kv_policy import effective_pair
 
     chosen = effective_pair(
         None if args.kv is None else parse_pair(args.kv),
@@ -141,10 +146,17 @@ def layer_pairs(args: argparse.Namespace, geometry: ModelGeometry) -> tuple[Pair
     )
     if chosen.warning:
         write_message(f"warning: {chosen.warning}")
+    return chosen.pair
+
+
+def pairs_of(args: argparse.Namespace, geometry: ModelGeometry, pair: Pair) -> tuple[Pair, ...]:
+    """What the shared options make of the model's ``pair``, layer by layer."""
+    from memkv_pp.kv_policy import layer_formats
+
     precise: str = args.high_precision_layers
     return layer_formats(
         geometry,
-        kv=chosen.pair,
+        kv=pair,
         kv_layers=args.kv_layers,
         high_precision_layers=int(precise) if precise.isdecimal() else precise,
         policy=args.kv_policy,
