@@ -179,4 +179,6 @@ def test_the_command_line_writes_the_page_and_the_command_that_makes_it_again(tm
     assert "what would change" not in said.out
     tree = Tree(page.read_text(encoding="utf-8"))
     assert f"memkv-pp plan '{model}' {' '.join(words[2:])}" in tree.words
+    capsys.readouterr()
     assert main([*words[:-1], str(tmp_path / "none" / "plan.html")]) == 2
+    assert re.search("ConfigError: --html: .*plan.html cannot be written", capsys.readouterr().err)

@@ -9,6 +9,7 @@ from typing import Any
 from memkv_pp.cli import options, plan_limits, plan_options
 from memkv_pp.cli.output import write_message, write_result, write_text
 from memkv_pp.cli.plan_tables import explained_tables, plan_bars, plan_table, sentences
+from memkv_pp.errors import ConfigError
 from memkv_pp.plan.changes import Question
 from memkv_pp.plan.explain import explain
 from memkv_pp.plan.mends import plan_or_mend
@@ -89,8 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if explanation is not None and args.html:
         command = shlex.join(("memkv-pp", *args.words))
         page = render_page(geometry, plan, explanation, command)
-        Path(args.html).write_text(page, encoding="utf-8")
-        write_message(f"wrote {args.html}")
+        _write_page(Path(args.html), page)
     times = plan_options.predicted_times(geometry, formats, request, plan)
     if times is not None:
         plan_options.add_predicted(payload, times, request.profiles)
@@ -102,3 +102,11 @@ def run(args: argparse.Namespace) -> int:
     if settings is not None:
         write_text(settings.text, as_json=args.json)
     return 0
+
+
+def _write_page(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html: {path} cannot be written: {error.strerror}") from error
+    write_message(f"wrote {path}")
