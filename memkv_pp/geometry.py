@@ -105,7 +105,8 @@ class ModelGeometry:
     to the last stage and are charged only when drafting uses them. ``file_bytes_by_layer`` (when
     a weight file was read) aligns with ``layers``. ``default_kv`` is the pair this model is served
     with where nobody says another, written as ``--kv`` takes it; empty where the model has none.
-    ``warnings`` says what had to be assumed.
+    ``feed_forward_size``: elements of the widest feed-forward row, the experts that a row uses
+    together. ``warnings`` says what had to be assumed.
     """
 
     name: str
@@ -114,6 +115,7 @@ class ModelGeometry:
     nextn_layers: tuple[LayerGeometry, ...] = ()
     context_tokens: int = 0
     hidden_size: int = 0
+    feed_forward_size: int = 0
     vocabulary_size: int = 0
     embedding_elements: int = 0
     head_elements: int = 0

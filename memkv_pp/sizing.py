@@ -32,6 +32,8 @@ from memkv_pp.units import ceil_div
 
 SLOTS_PER_SEQUENCE = 2
 BOUNDARY_SLOTS = 2
+HIDDEN_ROWS = 4
+FEED_FORWARD_ROWS = 2
 INT32_BYTES = 4
 
 
@@ -398,10 +400,13 @@ def stage_fixed_bytes(
 
     ::
 
-        boundary   2 slots x rows x hidden_size x dtype_bytes, for each side that has a neighbour,
-                   rows = max(prefill_chunk, sequences x (1 + spec_tokens))
-        logits     sequences x (1 + spec_tokens) x vocabulary_size x 4, f32, on the last stage
-        lengths    sequences x 4, the int32 device array
+        boundary     2 slots x rows x hidden_size x dtype_bytes, for each side that has a neighbour,
+                     rows = max(prefill_chunk, sequences x (1 + spec_tokens))
+        activations  rows x (4 x hidden_size + 2 x feed_forward_size) x dtype_bytes: the residual, its
+                     norm, the mixer's output and the layer's, and the two halves of a gated
+                     feed-forward, of one layer at a time
+        logits       sequences x (1 + spec_tokens) x vocabulary_size x 4, f32, on the last stage
+        lengths      sequences x 4, the int32 device array
 
     Two slots per boundary let one step be sent while the next is computed
     (``dual-cache-and-pipeline.md`` 6.1).
@@ -411,8 +416,10 @@ def stage_fixed_bytes(
     last = stage == fence.num_stages - 1
     neighbours = (stage > 0) + (not last)
     boundary = neighbours * BOUNDARY_SLOTS * rows * geometry.hidden_size * dtype_bytes
+    row = HIDDEN_ROWS * geometry.hidden_size + FEED_FORWARD_ROWS * geometry.feed_forward_size
+    activations = rows * row * dtype_bytes
     logits = window_rows * geometry.vocabulary_size * F32_BYTES if last else 0
-    return boundary + logits + sequences * INT32_BYTES
+    return boundary + activations + logits + sequences * INT32_BYTES
 
 
 def check_equal_bytes(stage: int, *, sized: int, allocated: int, promised: int) -> None:

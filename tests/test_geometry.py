@@ -774,3 +774,42 @@ def test_a_head_size_no_format_holds_is_for_the_format_to_refuse(from_gguf):
     geometry = from_gguf("llama", **dense_keys(size=40))
     with pytest.raises(FormatError, match="head size of 40"):
         bytes_per_token(geometry)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "size"),
+    [
+        ("llama", {}, 96),
+        ("qwen3_moe", {**MOE, "mlp_only_layers": [1]}, 96),
+        ("qwen3_moe", MOE, 2 * 24),
+        ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40}, 2 * 24 + 40),
+        ("deepseek_v3", {**MLA, "first_k_dense_replace": 0, "n_shared_experts": 3}, (2 + 3) * 24),
+        ("gemma4", {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "sliding_window": 16,
+                    "layer_types": ["sliding_attention", "full_attention"] * 2}, 2 * 96),
+    ],
+)  # fmt: skip
+def test_the_widest_feed_forward_row_counts_the_experts_that_a_row_uses(family, more, size):
+    geometry = geometry_from_config({"model_type": family, **TINY, **more}, family)
+    assert geometry.feed_forward_size == size
+    assert not any("experts_per_tok" in warning for warning in geometry.warnings)
+
+
+def test_a_missing_number_of_experts_per_row_is_said():
+    config = {"model_type": "qwen3_moe", **TINY, **MOE}
+    del config["num_experts_per_tok"]
+    geometry = geometry_from_config(config, "bare")
+    assert geometry.feed_forward_size == 24
+    assert "num_experts_per_tok is missing" in " ".join(geometry.warnings)
+
+
+def test_a_gguf_states_its_widest_feed_forward_row_too(from_gguf):
+    assert from_gguf("llama", **dense_keys()).feed_forward_size == 0
+    assert (
+        from_gguf("llama", **dense_keys(feed_forward_length=[96, 0, 128, 96])).feed_forward_size
+        == 128
+    )
+    experts = {"expert_used_count": 4, "expert_feed_forward_length": 64}
+    sparse = from_gguf("qwen3moe", **dense_keys(feed_forward_length=96, **experts))
+    assert sparse.feed_forward_size == 256
+    shared = dense_keys(**experts, expert_shared_feed_forward_length=32)
+    assert from_gguf("qwen2moe", **shared).feed_forward_size == 288

@@ -214,8 +214,8 @@ def test_devices_pay_for_weights_buffers_and_reserve_before_the_cache():
     first, last = plan.stages
     assert first.weight_bytes == 2 * (first.layers[1] * 1_000_000 + 64_000)
     assert last.weight_bytes == 2 * ((8 - last.layers[0]) * 1_000_000 + 64_064)
-    boundary = 2 * 512 * 64 * 2
-    assert (first.fixed_bytes, last.fixed_bytes) == (boundary + 4, boundary + 1000 * 4 + 4)
+    each = 2 * 512 * 64 * 2 + 512 * 4 * 64 * 2 + 4
+    assert (first.fixed_bytes, last.fixed_bytes) == (each, each + 1000 * 4)
     assert {row.reserve_bytes for row in plan.stages} == {1_000_000}
     assert plan.fence == (0, 5, 8)
 

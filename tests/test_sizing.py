@@ -555,6 +555,7 @@ def weighted(*, tied: bool) -> ModelGeometry:
         norm_elements=7,
         tied_embedding=tied,
         hidden_size=8,
+        feed_forward_size=24,
         vocabulary_size=50,
     )
 
@@ -579,17 +580,18 @@ def test_weights_lie_with_their_stage_and_a_tied_head_elsewhere_is_a_copy(
     assert found == elements
 
 
-def test_fixed_bytes_are_boundaries_logits_and_lengths():
+def test_fixed_bytes_are_boundaries_activations_logits_and_lengths():
     geometry, fence = weighted(tied=True), Fence((0, 1, 2, 4))
     options = CacheOptions(prefill_chunk=16, spec_tokens=3)
     fixed = [
         stage_fixed_bytes(geometry, fence, stage, options, dtype_bytes=2, sequences=5)
         for stage in range(3)
     ]
-    boundary = 2 * 20 * 8 * 2
-    assert fixed == [boundary + 20, 2 * boundary + 20, boundary + 20 * 50 * 4 + 20]
+    boundary, activations = 2 * 20 * 8 * 2, 20 * (4 * 8 + 2 * 24) * 2
+    each = activations + 5 * 4
+    assert fixed == [boundary + each, 2 * boundary + each, boundary + each + 20 * 50 * 4]
     alone = stage_fixed_bytes(geometry, Fence((0, 4)), 0, options, dtype_bytes=2)
-    assert alone == 4 * 50 * 4 + 4
+    assert alone == 16 * (4 * 8 + 2 * 24) * 2 + 4 * 50 * 4 + 4
 
 
 def test_layouts_of_a_stage_are_those_of_the_records_module():

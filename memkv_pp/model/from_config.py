@@ -22,6 +22,7 @@ from memkv_pp.model.patterns import (
 from memkv_pp.model.weight_formulas import (
     EXACT_FAMILIES,
     feed_forward_elements,
+    feed_forward_size,
     mixer_elements,
     nextn_projection_elements,
     norm_elements,
@@ -75,6 +76,10 @@ def geometry_from_config(config: Mapping[str, object], name: str) -> ModelGeomet
         nextn_layers=tuple(every[num_trunk:]),
         context_tokens=figures.integer("max_position_embeddings", 0),
         hidden_size=hidden_size,
+        feed_forward_size=max(
+            feed_forward_size(figures, family, index, shares=layer.kind is LayerKind.SHARED)
+            for index, layer in enumerate(trunk)
+        ),
         vocabulary_size=vocabulary,
         embedding_elements=vocabulary * hidden_size,
         head_elements=0 if tied else vocabulary * hidden_size,

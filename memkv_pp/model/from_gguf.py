@@ -63,6 +63,7 @@ def geometry_from_header(header: GGUFHeader, name: str) -> ModelGeometry:
         nextn_layers=tuple(every[shape.num_trunk :]),
         context_tokens=figures.integer("context_length", 0),
         hidden_size=shape.hidden_size,
+        feed_forward_size=_feed_forward_size(figures, shape),
         vocabulary_size=_vocabulary_size(figures, header),
         embedding_elements=weights.embedding_elements,
         head_elements=weights.head_elements,
@@ -129,6 +130,18 @@ def _read_shape(figures: Figures, family: str) -> _Shape:
         key_size_sliding=sizes[2],
         value_size_sliding=sizes[3],
     )
+
+
+def _feed_forward_size(figures: Figures, shape: _Shape) -> int:
+    """Elements of the widest feed-forward row, the experts that a row uses together; 0 if unsaid."""
+    num_nextn = shape.num_blocks - shape.num_trunk
+    dense = max(
+        figures.per_layer("feed_forward_length", shape.num_blocks, num_extra=num_nextn, default=0)
+    )
+    used = figures.integer("expert_used_count", 0)
+    expert = figures.integer("expert_feed_forward_length", dense)
+    shared = figures.integer("expert_shared_feed_forward_length", 0)
+    return max(dense, used * expert + shared) if used else dense
 
 
 def _default(figures: Figures, family: str, key: str, otherwise: int) -> int:

@@ -15,6 +15,7 @@ _QK_NORM = frozenset(
 _FOUR_NORMS = frozenset({"gemma2", "gemma3", "gemma4"})
 _GATED_QUERY = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe"})
 _QKV_BIAS = frozenset({"qwen2", "qwen2_moe"})
+_TOP_KEYS = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
 EXACT_FAMILIES = _QK_NORM | _FOUR_NORMS | _QKV_BIAS | {
     "deepseek_v2", "deepseek_v3", "gemma", "gpt_oss", "llama", "mistral", "mixtral",
 }  # fmt: skip
@@ -91,13 +92,33 @@ def feed_forward_elements(figures: Figures, family: str, index: int, *, shares: 
     """
     if is_sparse(figures, index):
         return _expert_elements(figures, family)
+    width = _dense_width(figures, family, shares=shares)
+    h = figures.integer("hidden_size")
+    return 3 * h * width + (2 * width + h if figures.flag("mlp_bias", False) else 0)
+
+
+def feed_forward_size(figures: Figures, family: str, index: int, *, shares: bool) -> int:
+    """Elements of one row inside the feed-forward of layer ``index``, all its experts together."""
+    if not is_sparse(figures, index):
+        return _dense_width(figures, family, shares=shares)
+    width = figures.integer("moe_intermediate_size", figures.integer("intermediate_size", 0))
+    chosen = next((figures.integer(key) for key in _TOP_KEYS if figures.has(key)), 0)
+    if chosen == 0:
+        figures.warn(f"{_TOP_KEYS[0]} is missing; activations count one expert of a row")
+        chosen = 1
+    shared = width * figures.integer("n_shared_experts", 0)
+    for key in ("shared_expert_intermediate_size", "share_expert_dim"):
+        shared += figures.integer(key, 0)
+    return chosen * width + shared
+
+
+def _dense_width(figures: Figures, family: str, *, shares: bool) -> int:
     width = figures.integer("intermediate_size")
     if family == "lfm2":
         width = _lfm2_width(figures, width)
     if family == "gemma4" and shares and figures.flag("use_double_wide_mlp", False):
         width *= 2
-    h = figures.integer("hidden_size")
-    return 3 * h * width + (2 * width + h if figures.flag("mlp_bias", False) else 0)
+    return width
 
 
 def is_sparse(figures: Figures, index: int) -> bool:
