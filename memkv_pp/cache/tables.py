@@ -17,8 +17,8 @@ from memkv_pp.units import ceil_div
 class Table:
     """One sequence: its index in the device's lengths, its rows, its records and state slots.
 
-    ``on_device`` is ``full``, int64. ``states`` is (current, spare), or empty. Rows before ``first_resident`` were overwritten in
-    the ring; it never goes back.
+    ``on_device`` is ``full``, int64. ``states`` is (current, spare), or empty. Rows before
+    ``first_resident`` were overwritten in the ring; it never goes back.
     """
 
     slot: int

@@ -107,13 +107,14 @@ def rope_by_layer_type(config: Any, layer: int) -> str:
 class Adapter:
     """How one family maps onto transformers' modules.
 
-    ``decoder_layer`` makes the module of an absolute layer, ``norm`` the final one, ``rotary`` the
-    rotations, of which ``rope_of`` says what kind a layer takes. ``layer_types`` are the values of
-    config.json's ``layer_types`` that the family's layers are served for. ``refusal`` says what of
-    a configuration is not served, in words, or "". Rows that meet in ``has_experts`` layers share
-    products of varying shape. ``rope_types``: those of other kinds depend on the longest sequence of
-    a batch, so that a row's result would depend on its company. ``embedding_scale`` multiplies the embedding's
-    rows, ``logit_cap`` bounds the logits as ``cap * tanh(logits / cap)``; 0 does not.
+    ``decoder_layer`` makes the module of an absolute layer, which ``run`` runs; ``norm`` makes the
+    final one, named ``norm_name`` in the checkpoint; ``rotary`` the rotations, of which ``rope_of``
+    says the kind a layer takes. Served are config.json's ``layer_types``, and the ``rope_types``:
+    frequencies of others depend on the longest sequence of a batch, and a row's result would depend
+    on its company. ``refusal`` says what else of a configuration is not served, in words, or "".
+    With ``has_experts``, rows that chose one expert share products of varying shape.
+    ``embedding_scale`` multiplies the embedding's rows; ``logit_cap`` bounds the logits as
+    ``cap * tanh(logits / cap)``, 0 does not.
     """
 
     family: str
