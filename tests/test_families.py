@@ -1,15 +1,19 @@
 """Tiny models of every family through the stages' own caches, against transformers on every row."""
 
+import json
 import random
+import shutil
 import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from memkv_pp.cache import host_attention, host_kernels
 from memkv_pp.config import Backend
+from memkv_pp.errors import ModelError
 from memkv_pp.formats import parse_pair
 from memkv_pp.model.adapters import ADAPTERS
 from memkv_pp.model.metadata import open_geometry
@@ -230,3 +234,60 @@ def test_a_pipeline_on_ray_draws_the_tokens_of_transformers(
     name, stages, written, run_pipeline, ray_cluster
 ):
     serve(run_pipeline, written, name, stages, Backend.RAY)
+
+
+def logits_of(folder):
+    stages = Stages(folder, (0, LAYERS), options=OPTIONS, sequences=1)
+    stages.open(0)
+    return stages.step([Rows(0, 0, 20, True)], six_sequences()[0][:20])
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3"])
+def test_experts_that_a_checkpoint_holds_apart_give_the_same_bits(name, written, tmp_path):
+    folder = copied(written(name), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    apart = {}
+    for key, tensor in tensors.items():
+        layer, _, what = key.partition(".experts.")
+        for expert, matrix in enumerate(tensor if what else ()):
+            parts = zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)
+            for part, rows in parts if what == "gate_up_proj" else [("down_proj", matrix)]:
+                apart[f"{layer}.experts.{expert}.{part}.weight"] = rows.clone()
+        if not what:
+            apart[key] = tensor
+    assert len(apart) > len(tensors)
+    save_file(apart, folder / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits_of(folder), logits_of(written(name)))
+    lost = {key: tensor for key, tensor in apart.items() if ".experts.1.up_proj" not in key}
+    save_file(lost, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"experts\.1\.up_proj\.weight"):
+        logits_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "replaced"),
+    [
+        ("gemma3", "model.language_model.", "model."),
+        ("gemma3", "language_model.", ""),
+        ("qwen3_5", "model.language_model.", "model."),
+    ],
+)
+def test_the_text_model_of_one_that_also_sees_is_found_under_its_prefix(
+    name, prefix, replaced, written, tmp_path
+):
+    folder = copied(written(name), tmp_path)
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": name, "text_config": text}))
+    tensors = load_file(folder / "model.safetensors")
+    moved = {
+        prefix + key.removeprefix(replaced) if key.startswith("model.") or not replaced else key: t
+        for key, t in tensors.items()
+    }
+    moved["vision_tower.patch.weight"] = torch.zeros(2, 2)
+    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits_of(folder), logits_of(written(name)))
+
+
+def copied(folder, to):
+    shutil.copytree(folder, to / "copy")
+    return to / "copy"
