@@ -215,9 +215,12 @@ def serve(run_pipeline, written, name, stages, backend):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "stages", [3, *(pytest.param(count, marks=pytest.mark.full) for count in (1, 2, 4))]
+)
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_a_local_pipeline_draws_the_tokens_of_transformers(name, written, run_pipeline):
-    serve(run_pipeline, written, name, 3, Backend.LOCAL)
+def test_a_local_pipeline_draws_the_tokens_of_transformers(name, stages, written, run_pipeline):
+    serve(run_pipeline, written, name, stages, Backend.LOCAL)
 
 
 @pytest.mark.ray

@@ -141,7 +141,8 @@ class StageCache:
         if self._ring is not None:
             window = self._window.rows(rows - 1, rows, [segment])
         if self._sizing.state is not None:
-            states = StateRows((), span_table([(0, num_rows, -1, -1)]))
+            spans = span_table([(0, num_rows, -1, -1)])
+            states = StateRows((), spans.to(self._device.torch_device))
         return Batch(rows, num_rows, full, window, states)
 
     def part(self, batch: Batch, first: int, last: int, padded: int) -> Batch:
@@ -294,7 +295,7 @@ class StageCache:
         for sequence, first, num_rows in segments:
             current, spare = self._tables[sequence].states
             spans.append((first, num_rows, current, spare))
-        return StateRows(segments, span_table(spans))
+        return StateRows(segments, span_table(spans).to(self._device.torch_device))
 
     def _int64(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device.torch_device)

@@ -147,9 +147,8 @@ class CudaKernelRecurrent:
         silu: bool,
     ) -> Tensor:
         """See ``Recurrent``."""
-        spans = table.spans.to(states_NCW.device)
         return torch.ops.memkv.short_conv(
-            states_NCW, spans, values_TC, weight_CX, bias_C, silu, len(values_TC)
+            states_NCW, table.spans, values_TC, weight_CX, bias_C, silu, len(values_TC)
         )
 
     def scan_delta(
@@ -168,8 +167,7 @@ class CudaKernelRecurrent:
         rows = query_TGK, key_TGK, value_THV, gate_TH, beta_TH
         if key_TGK.shape[2] > cuda_recurrent.MAX_KEY_SIZE:
             return TorchRecurrent().scan_delta(states_NHKV, table, *rows, fixed=fixed)
-        spans = table.spans.to(states_NHKV.device)
-        return torch.ops.memkv.scan_delta(states_NHKV, spans, *rows)
+        return torch.ops.memkv.scan_delta(states_NHKV, table.spans, *rows)
 
 
 def recurrent_for(device: torch.device) -> Recurrent:

@@ -30,6 +30,10 @@ class SpanTable:
 
     spans: Tensor
 
+    def to(self, device: torch.device) -> "SpanTable":
+        """The same spans on ``device``."""
+        return SpanTable(self.spans.to(device))
+
     @property
     def entries(self) -> list[list[int]]:
         """The spans as numbers."""
